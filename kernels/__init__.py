@@ -1,0 +1,1 @@
+"""Kernels of the engine. Kept free of logic: a distribution named `kernels` exists that transformers looks for."""

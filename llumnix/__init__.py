@@ -1,0 +1,1 @@
+"""Cluster policies and protocols: pure functions and state machines."""

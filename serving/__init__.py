@@ -1,0 +1,1 @@
+"""The Ray Serve side: HTTP, ingress, engine actors, manager."""
