@@ -1,0 +1,427 @@
+"""What runs in the next step: pure Python on ints, no torch, an injected clock.
+
+One token budget a step, shared by every kind of work, because all work is the same subtraction `tokens - computed`:
+first the running requests in order, then the waiting ones while there is room. The order is (priority, arrival) under
+the priority policy and arrival under fcfs; a request keeps its place when it is preempted. If blocks run out, the last
+running request in that order is preempted, so the first one always progresses.
+
+Ownership of blocks, from the scheduler's side:
+
+    waiting   no blocks (a preempted request finds its own again by hash)
+    running   request.blocks, one reference each
+    held      the same, but not scheduled: it is about to move
+    reserved  blocks promised to a request that is on its way here
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.kv import BlockPool, block_hash, root_hash
+from engine.request import Epoch, Request, Status
+from engine.step import SequenceStart, StepPlan, StepResult, TokenLogprobs, Work
+
+RECOMPUTE, SWAP, AUTO = "RECOMPUTE", "SWAP", "AUTO"
+
+
+class QueueFull(Exception):
+    """The waiting queue is at its limit; try another replica or later."""
+
+
+class Refused(Exception):
+    """A reservation or an adoption that cannot be granted; the message says why."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    max_model_len: int = 2048
+    max_num_queued: int = 512
+    max_queue_time_s: float = 3600.0
+    policy: str = "fcfs"  # or "priority"
+    preempt: str = AUTO
+    prefix_caching: bool = True
+    chunked_prefill: bool = True
+    delay_factor: float = 0.0
+    reservation_s: float = 10.0
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Event:
+    """One new token of a request, or its end. Exactly one event of a request has finish_reason or error set."""
+
+    request: Request
+    index: int  # of the token in the output; of the next one if there is no token
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None
+    error: str | None = None  # kind of a typed error
+
+
+@dataclass(slots=True)
+class Reservation:
+    blocks: list[int]
+    expires: float
+
+
+class Scheduler:
+    """Owns every request of the engine and the block pool. Not thread safe: one thread steps and mutates it."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, clock: Callable[[], float]):
+        self.config = config
+        self.pool = pool
+        self.clock = clock
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []  # both sorted by _key
+        self.reservations: dict[str, Reservation] = {}
+        self.preemptions = 0
+        self.swap_seconds_per_block = 0.0  # measured; 0 until the first swap, which makes SWAP the first guess
+        self.prefill_seconds_per_token = 0.0
+        self._orders = 0
+        self._step = 0
+        self._ended: list[str] = []
+        self._next_expiry = 0.0
+        self._placed: set[str] = set()  # ids whose state the runner has
+        self._now = 0.0
+        self._prompt_started: float | None = None  # when the last step with a prompt was planned
+        self._prompt_latency = 0.0
+
+    # -- requests in and out ------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises QueueFull at the limit and ValueError for a length or id that can never run."""
+        if request.id in self.requests:
+            raise ValueError(f"request {request.id} is already here")
+        limit = self.max_length
+        if not request.tokens:
+            raise ValueError("the prompt is empty")
+        if len(request.tokens) >= limit and not request.output:
+            raise ValueError(f"the prompt has {len(request.tokens)} tokens, at most {limit - 1} fit")
+        if len(self.waiting) >= self.config.max_num_queued:
+            raise QueueFull(f"{len(self.waiting)} requests are queued, the limit is {self.config.max_num_queued}")
+        self._orders += 1
+        request.order = self._orders
+        request.arrival = request.arrival or self.clock()
+        self.requests[request.id] = request
+        self._enqueue(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Drop a request and free its blocks at once; None if it is not here."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._remove(request)
+        return request
+
+    @property
+    def max_length(self) -> int:
+        """Tokens the longest sequence may have: prompt and output."""
+        return min(self.config.max_model_len, self.pool.total * self.pool.block_size)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or any(r.status is Status.RUNNING for r in self.running))
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> tuple[StepPlan, list[Event]]:
+        """The next plan, and the requests that ended without running (queued for too long)."""
+        now = self.clock()
+        self._expire_reservations(now)
+        events = self._expire_waiting(now)
+        if self._prompt_started is not None:
+            self._prompt_latency = now - self._prompt_started
+            self._prompt_started = None
+        self._now = now
+        budget = self.config.max_num_batched_tokens
+        work: list[Work] = []
+        starts: list[SequenceStart] = []
+        preempted = False
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request.status is not Status.RUNNING:
+                continue  # held, or preempted earlier in this loop
+            count = min(request.pending, budget)
+            new, victims = self._grow(request, request.computed + count)
+            preempted = preempted or victims
+            if new is None:
+                break  # it was its own victim
+            self._place(request, count, new, starts, work)
+            budget -= count
+        if not preempted:
+            self._admit(budget, now, starts, work)
+        swap_out, swap_in = self.pool.drain_copies()
+        ended, self._ended = self._ended, []
+        self._step += 1
+        return StepPlan(self._step, starts, work, ended, swap_out, swap_in), events
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Event]:
+        """Apply a result: advance, append tokens, end what is done."""
+        for work in plan.work:
+            request = self.requests[work.id]
+            request.computed = work.start + work.count
+            self._register(request)
+        events = []
+        for sampled in result.sampled:
+            request = self.requests[sampled.id]
+            index = len(request.output)
+            request.append(sampled.token)
+            reason = self._finish_reason(request, sampled.token)
+            if reason is not None:
+                self._remove(request)
+            events.append(Event(request, index, sampled.token, sampled.logprobs, reason))
+        return events
+
+    # -- moving -------------------------------------------------------------------------------------------------
+
+    def hold(self, request_id: str) -> Request:
+        """Stop scheduling a running request, between steps. Its KV is complete up to `computed`."""
+        request = self.requests.get(request_id)
+        if request is None or request.status is not Status.RUNNING:
+            raise Refused(f"request {request_id} is not running here")
+        request.status = Status.HELD
+        return request
+
+    def unhold(self, request_id: str) -> None:
+        """Go on with a held request whose move did not happen."""
+        request = self.requests.get(request_id)
+        if request is not None and request.status is Status.HELD:
+            request.status = Status.RUNNING
+
+    def reserve(self, key: str, num_blocks: int) -> list[int]:
+        """Promise blocks to a request on its way here, for reservation_s. Repeating a key extends the promise.
+
+        Raises Refused when there is no room or a request waits here already (it is older and goes first).
+        """
+        held = self.reservations.get(key)
+        more = num_blocks - (len(held.blocks) if held else 0)
+        if more > 0:
+            if self.waiting:
+                raise Refused(f"{len(self.waiting)} older requests are waiting")
+            if held is None and len(self.running) + len(self.reservations) >= self.config.max_num_seqs:
+                raise Refused(f"all {self.config.max_num_seqs} seats are taken")
+            if more > self.pool.available:
+                raise Refused(f"{more} blocks wanted, {self.pool.available} available")
+        blocks = (held.blocks if held else []) + (self.pool.allocate(more) if more > 0 else [])
+        self.reservations[key] = Reservation(blocks, self.clock() + self.config.reservation_s)
+        return list(blocks)
+
+    def cancel_reservation(self, key: str) -> None:
+        reservation = self.reservations.pop(key, None)
+        if reservation is not None:
+            self.pool.release(reservation.blocks)
+
+    def adopt(self, record: Request, epoch: Epoch, computed: int, key: str | None = None) -> Request:
+        """Own a request that was elsewhere. With a reservation its blocks hold the KV of `computed` positions and it
+        joins the running batch; without one it queues and its KV is found by hash or computed again.
+
+        Repeating an adoption returns the request that is here. Raises Refused when the reservation is gone or short.
+        """
+        here = self.requests.get(record.id)
+        if here is not None:
+            if here.epoch >= epoch:
+                return here
+            raise Refused(f"request {record.id} is here with the older epoch {here.epoch}")
+        request = record
+        request.epoch = epoch
+        self._orders += 1
+        request.order = self._orders
+        if key is None or computed == 0:
+            request.computed = 0
+            self.requests[request.id] = request
+            self._enqueue(request)
+            return request
+        reservation = self.reservations.get(key)
+        needed = self.pool.blocks_for(computed)
+        if reservation is None or len(reservation.blocks) < needed:
+            raise Refused(f"no reservation of {needed} blocks for request {record.id}")
+        del self.reservations[key]
+        request.blocks = reservation.blocks[:needed]
+        self.pool.release(reservation.blocks[needed:])
+        request.computed = computed
+        request.status = Status.RUNNING
+        request.started = True
+        self.requests[request.id] = request
+        bisect.insort(self.running, request, key=self._key)
+        self._register(request)
+        return request
+
+    def give_up(self, request_id: str) -> Request | None:
+        """Let go of a request that another engine owns now. Its full blocks stay as prefix cache."""
+        return self.abort(request_id)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _key(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.config.policy == "priority" else 0, request.order)
+
+    def _enqueue(self, request: Request) -> None:
+        request.status = Status.WAITING
+        bisect.insort(self.waiting, request, key=self._key)
+
+    def _admit(self, budget: int, now: float, starts: list[SequenceStart], work: list[Work]) -> None:
+        """Move waiting requests to running while budget, seats and blocks last; strictly in order."""
+        size = self.pool.block_size
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs and self._prompt_due(now):
+            request = self.waiting[0]
+            # The newest position is always computed: its logits are what the step is for.
+            hashes = self._hashes(request)[: (len(request.tokens) - 1) // size]
+            found = self.pool.find(hashes, request.tokens)
+            # The whole known sequence must fit, or it would be preempted right after its prefill.
+            reserve = self.pool.total // 100 if self.running else 0
+            if self.pool.room_for(found, len(request.tokens)) < reserve:
+                return
+            count = len(request.tokens) - len(found) * size
+            if count > budget:
+                if not self.config.chunked_prefill:
+                    return
+                count = budget
+            self.waiting.pop(0)
+            request.blocks = self.pool.take(found, hashes, request.tokens)
+            request.computed = len(found) * size
+            request.registered = len(found)
+            if not request.started:
+                request.started = True
+                request.cached_tokens = request.computed
+            request.status = Status.RUNNING
+            bisect.insort(self.running, request, key=self._key)
+            new = self._extend(request, request.computed + count)
+            self._place(request, count, new, starts, work)
+            budget -= count
+
+    def _prompt_due(self, now: float) -> bool:
+        """The scheduler_delay_factor rule: let prompts gather for a share of the last prompt's latency."""
+        if self.config.delay_factor == 0.0 or not self.running:
+            return True
+        earliest = min(request.arrival for request in self.waiting)
+        return now - earliest >= self.config.delay_factor * self._prompt_latency
+
+    def _grow(self, request: Request, length: int) -> tuple[list[int] | None, bool]:
+        """Blocks for `length` positions, preempting from the tail while there is no room.
+
+        Returns (new blocks, or None if the request itself had to go; whether anything was preempted).
+        """
+        preempted = False
+        missing = self.pool.blocks_for(length) - len(request.blocks)
+        while missing > self.pool.available:
+            victim = next(r for r in reversed(self.running) if r.status is Status.RUNNING)
+            self._preempt(victim)
+            preempted = True
+            if victim is request:
+                return None, True
+        return self._extend(request, length), preempted
+
+    def _extend(self, request: Request, length: int) -> list[int]:
+        new = self.pool.allocate(max(0, self.pool.blocks_for(length) - len(request.blocks)))
+        request.blocks.extend(new)
+        return new
+
+    def _place(
+        self, request: Request, count: int, new: list[int], starts: list[SequenceStart], work: list[Work]
+    ) -> None:
+        """Put `count` positions of a running request into the plan, with all its state if the runner lacks it."""
+        if request.id not in self._placed:
+            self._placed.add(request.id)
+            tokens, blocks = list(request.tokens), list(request.blocks)
+            starts.append(
+                SequenceStart(request.id, tokens, len(request.prompt), blocks, request.params, request.seed)
+            )
+            new = []
+        if request.computed < len(request.prompt):
+            self._prompt_started = self._now
+        sample = request.computed + count == len(request.tokens)
+        work.append(Work(request.id, request.computed, count, tuple(new), sample))
+
+    def _preempt(self, request: Request) -> None:
+        """Give a running request's blocks away; by SWAP its full blocks are copied to the host tier first."""
+        full = request.computed // self.pool.block_size
+        hashes = self._hashes(request)[:full]
+        if self._should_swap(hashes):
+            self.pool.keep_on_host(request.blocks[:full], hashes, request.tokens)
+        self.preemptions += 1
+        request.preemptions += 1
+        self.running.remove(request)
+        self._vacate(request)
+        self._enqueue(request)
+
+    def _should_swap(self, hashes: list[bytes]) -> bool:
+        if self.config.preempt != AUTO:
+            return self.config.preempt == SWAP
+        if not hashes or self.pool.host.capacity < len(hashes):
+            return False
+        copies = 2 * len(hashes) - sum(1 for digest in hashes if digest in self.pool.host.slots)
+        recompute = len(hashes) * self.pool.block_size * self.prefill_seconds_per_token
+        return copies * self.swap_seconds_per_block <= recompute
+
+    def _vacate(self, request: Request, forget: bool = False) -> None:
+        self.pool.release(request.blocks, forget=forget)
+        request.blocks = []
+        request.computed = request.registered = 0
+        if request.id in self._placed:
+            self._placed.discard(request.id)
+            self._ended.append(request.id)
+
+    def _remove(self, request: Request) -> None:
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+        # Without prefix caching the chain is salted with the request's id: nobody can hit these blocks again.
+        self._vacate(request, forget=not self.config.prefix_caching)
+        request.status = Status.FINISHED
+        del self.requests[request.id]
+
+    def _hashes(self, request: Request) -> list[bytes]:
+        size = self.pool.block_size
+        hashes = request.hashes
+        for i in range(len(hashes), len(request.tokens) // size):
+            salt = "" if self.config.prefix_caching else request.id
+            parent = hashes[-1] if hashes else root_hash(salt)
+            hashes.append(block_hash(parent, request.tokens[i * size : (i + 1) * size]))
+        return hashes
+
+    def _register(self, request: Request) -> None:
+        """Make the full blocks whose KV is written findable."""
+        size = self.pool.block_size
+        full = request.computed // size
+        if full > request.registered:
+            hashes = self._hashes(request)
+            for i in range(request.registered, full):
+                self.pool.register(request.blocks[i], hashes[i], request.tokens[i * size : (i + 1) * size])
+            request.registered = full
+
+    def _finish_reason(self, request: Request, token: int) -> str | None:
+        params = request.params
+        if token in params.stop_token_ids or (token in self.config.eos_token_ids and not params.ignore_eos):
+            return "stop"
+        if params.max_tokens is not None and len(request.output) >= params.max_tokens:
+            return "length"
+        return "length" if len(request.tokens) >= self.max_length else None
+
+    def _expire_waiting(self, now: float) -> list[Event]:
+        """End requests that never started within max_queue_time."""
+        if now < self._next_expiry:
+            return []
+        self._next_expiry = now + min(0.25, self.config.max_queue_time_s / 4)
+        late = [r for r in self.waiting if not r.started and now - r.arrival > self.config.max_queue_time_s]
+        for request in late:
+            self._remove(request)
+        return [Event(request, len(request.output), error="queue_timeout") for request in late]
+
+    def _expire_reservations(self, now: float) -> None:
+        for key in [key for key, r in self.reservations.items() if r.expires <= now]:
+            self.cancel_reservation(key)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant does not hold; for tests and for idle time."""
+        owned = [r.blocks for r in self.running] + [r.blocks for r in self.reservations.values()]
+        self.pool.check(owned)
+        assert all(not r.blocks for r in self.waiting)
+        assert set(self.requests) == {r.id for r in self.running + self.waiting}
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=self._key)
