@@ -1,0 +1,91 @@
+"""Parameters of speculation, LoRA, structured output and tokenizer pools that are not built yet."""
+
+from __future__ import annotations
+
+from engine.options.option import Option
+from engine.options.quantization import METHODS, OTHER_HARDWARE
+
+SPECULATION = "speculative decoding"
+LOOKAHEAD = "lookahead decoding"
+LORA = "LoRA"
+PROMPT_ADAPTERS = "prompt adapters"
+STRUCTURED = "structured output"
+POOL = "the tokenizer pool"
+MULTI_STEP = "multi-step scheduling"
+
+DECODING = (
+    Option("decode_algo", "str", "normal", "draft-model speculation, lookahead decoding, or plain", "speculation",
+           feature=SPECULATION, choices=("sps", "look_ahead", "normal")),
+    Option("gamma", "int", 5, "tokens drafted in one step", "speculation", feature=SPECULATION, low=0,
+           aliases=("num_speculative_tokens",), blade=0),
+    Option("use_sps", "bool", False, "speculation on", "speculation", feature=SPECULATION, negations=("nouse_sps",)),
+    Option("use_lookahead", "bool", False, "lookahead on", "speculation", feature=LOOKAHEAD,
+           negations=("nouse_lookahead",)),
+    Option("look_ahead_window_size", "int", 2, "lookahead window", "speculation", feature=LOOKAHEAD, low=1),
+    Option("look_ahead_gram_size", "int", 2, "lookahead n-gram", "speculation", feature=LOOKAHEAD, low=1),
+    Option("guess_set_size", "int", 3, "lookahead guesses verified in one step", "speculation", feature=LOOKAHEAD,
+           low=1),
+    Option("num_lookahead_slots", "int", 0, "KV slots kept for speculated tokens", "speculation",
+           feature=SPECULATION, low=0),
+    Option("speculative_disable_mqa_scorer", "bool", False, "score drafts by batch expansion", "speculation",
+           feature=SPECULATION, flag=True),
+    Option("speculative_draft_tensor_parallel_size", "int", 1, "the draft model's ranks", "speculation",
+           feature=SPECULATION, short=("-spec-draft-tp",), low=1),
+    Option("speculative_max_model_len", "int", None, "longer sequences skip speculation", "speculation",
+           feature=SPECULATION, low=1, default_text="the draft model's"),
+    Option("speculative_disable_by_batch_size", "int", None, "no speculation above this queue length", "speculation",
+           feature=SPECULATION, low=1),
+    Option("spec_decoding_acceptance_method", "str", "rejection_sampler", "acceptance rule", "speculation",
+           feature=SPECULATION, choices=("rejection_sampler", "typical_acceptance_sampler")),
+    Option("typical_acceptance_sampler_posterior_threshold", "float", 0.09, "typical acceptance floor", "speculation",
+           feature=SPECULATION),
+    Option("typical_acceptance_sampler_posterior_alpha", "float", 0.3, "typical acceptance entropy factor",
+           "speculation", feature=SPECULATION),
+    Option("disable_logprobs_during_spec_decoding", "bool", True, "no logprobs from speculated steps", "speculation",
+           feature=SPECULATION, negations=("no_disable_logprobs_during_spec_decoding",)),
+    Option("speculative_model_quantization", "str", None, "the draft model's quantization", "speculation",
+           feature=SPECULATION, choices=METHODS, refused=OTHER_HARDWARE),
+    Option("ngram_prompt_lookup_max", "int", None, "largest prompt-lookup n-gram", "speculation",
+           feature=SPECULATION, low=1, auto=True, default_text="auto"),
+    Option("ngram_prompt_lookup_min", "int", None, "smallest prompt-lookup n-gram", "speculation",
+           feature=SPECULATION, low=1, auto=True, default_text="auto"),
+    Option("enable_lora", "bool", False, "LoRA on", "lora", feature=LORA, flag=True),
+    Option("max_lora_rank", "int", 16, "largest rank", "lora", feature=LORA, low=1),
+    Option("max_loras", "int", 1, "adapters on the device at once", "lora", feature=LORA, low=1, blade=2),
+    Option("max_cpu_loras", "int", None, "adapters in host memory", "lora", feature=LORA, low=1,
+           default_text="max_loras"),
+    Option("lora_dtype", "str", "auto", "adapter precision", "lora", feature=LORA,
+           choices=("auto", "float16", "bfloat16", "float32")),
+    Option("lora_extra_vocab_size", "int", 256, "added tokens an adapter may bring", "lora", feature=LORA, low=0),
+    Option("long_lora_scaling_factors", "list", None, "scaling factors for long-context adapters", "lora",
+           feature=LORA),
+    Option("enable_lora_bias", "bool", False, "bias in adapters", "lora", feature=LORA, flag=True),
+    Option("fully_sharded_loras", "bool", False, "both LoRA products sharded over ranks", "lora", feature=LORA,
+           flag=True),
+    Option("qlora_adapter_name_or_path", "str", None, "QLoRA adapter", "lora", feature=LORA),
+    Option("enable_prompt_adapter", "bool", False, "soft prompts in PEFT format", "lora", feature=PROMPT_ADAPTERS,
+           flag=True),
+    Option("max_prompt_adapters", "int", 1, "prompt adapters in a batch", "lora", feature=PROMPT_ADAPTERS, low=1),
+    Option("max_prompt_adapter_token", "int", 0, "tokens a prompt adapter may have", "lora",
+           feature=PROMPT_ADAPTERS, low=0),
+    Option("guided_decoding_backend", "str", "outlines", "structured output engine", "structured output",
+           feature=STRUCTURED, choices=("outlines", "lm-format-enforcer", "xgrammar")),
+    Option("enable_json_warmup", "bool", False, "compile the JSON Schema machinery at start", "structured output",
+           feature=STRUCTURED, flag=True),
+    Option("logits_processor_pattern", "str", None, "logits processors a request may name", "structured output",
+           feature="logits processors"),
+    Option("decoding_parallelism", "int", None, "workers that tokenize and detokenize", "tokenizer pool",
+           feature=POOL, low=1, default_text="min(max(cpus // 2, 1), 2)"),
+    Option("tokenizer_pool_size", "int", 0, "tokenizer workers; 0: in the caller", "tokenizer pool", feature=POOL,
+           low=0),
+    Option("tokenizer_pool_type", "str", "ray", "kind of pool", "tokenizer pool", feature=POOL,
+           choices=("ray", "thread")),
+    Option("tokenizer_pool_extra_config", "json", None, "Ray options of the pool's actors", "tokenizer pool",
+           feature=POOL),
+    Option("num_scheduler_steps", "int", 1, "forward steps in a scheduling decision", "multi-step",
+           feature=MULTI_STEP, low=1),
+    Option("multi_step_stream_outputs", "bool", True, "stream each inner step", "multi-step", feature=MULTI_STEP,
+           negations=("no_multi_step_stream_outputs",)),
+    Option("disable_async_output_proc", "bool", False, "output handled in the step", "multi-step",
+           feature=MULTI_STEP, flag=True),
+)  # fmt: skip
