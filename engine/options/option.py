@@ -102,16 +102,20 @@ class Option:
 
     @property
     def range_text(self) -> str:
-        low = f"greater than {self.above:g}" if self.above is not None else ""
+        low = f"greater than {_plain(self.above)}" if self.above is not None else ""
         if self.low is not None:
-            low = f"at least {self.low:g}"
-        high = f"at most {self.high:.15g}" if self.high is not None else ""
+            low = f"at least {_plain(self.low)}"
+        high = f"at most {_plain(self.high)}" if self.high is not None else ""
         return " and ".join(part for part in (low, high) if part)
 
 
 def canonical(name: str) -> str:
     """`--max-model-len` and `max_model_len` are the same name."""
     return name.lstrip("-").replace("-", "_")
+
+
+def _plain(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
