@@ -1,0 +1,1 @@
+"""Text on either side of token ids: tokenizer, chat template, detokenizer."""
