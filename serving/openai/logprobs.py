@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from serving.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no -Infinity
 

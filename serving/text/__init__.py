@@ -1,1 +1,1 @@
-"""Text on either side of token ids: tokenizer, chat template, detokenizer."""
+"""Token ids to text: the streaming detokenizer and stop strings."""

@@ -12,7 +12,7 @@ import codecs
 from collections.abc import Sequence
 
 from serving.text.stop_strings import StopStrings
-from serving.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _LONGEST_CODE_POINT = 4  # bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def gguf_path() -> Path:

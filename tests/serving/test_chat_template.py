@@ -4,8 +4,8 @@ import datetime
 
 import pytest
 
-from serving.text.chat_template import ChatTemplate
-from serving.text.tokenizer import Tokenizer
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from tests.serving.demo import demo_tokenizer
 
 MESSAGES = [{"role": "user", "content": "<a> & 'b'"}, {"role": "assistant", "content": "é"}]

@@ -11,9 +11,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from serving.text.gguf_metadata import read_metadata
-from serving.text.gguf_tokenizer import PRE_TOKENIZERS, from_metadata
-from serving.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.gguf_metadata import read_metadata
+from engine.text.gguf_tokenizer import PRE_TOKENIZERS, from_metadata
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.serving.demo import demo_tokenizer, gguf_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +90,7 @@ def test_special_tokens_in_a_message_are_parsed(tokenizer):
 def test_loads_quickly_and_without_heavy_imports():
     code = (
         "import sys, time; start = time.perf_counter()\n"
-        "from pathlib import Path; from serving.text.tokenizer import load_tokenizer\n"
+        "from pathlib import Path; from engine.text.tokenizer import load_tokenizer\n"
         "load_tokenizer(Path(sys.argv[1])); print(time.perf_counter() - start)\n"
         "assert not {'torch', 'transformers', 'numpy', 'gguf', 'ray'} & set(sys.modules)"
     )

@@ -10,9 +10,9 @@ from typing import Any
 
 import tokenizers
 
-from serving.text import gguf_metadata, gguf_tokenizer, token_bytes
-from serving.text.chat_template import ChatTemplate
-from serving.text.convert import SPECIAL_NAMES, convert
+from engine.text import gguf_metadata, gguf_tokenizer, token_bytes
+from engine.text.chat_template import ChatTemplate
+from engine.text.convert import SPECIAL_NAMES, convert
 
 _OLDER_FORMATS = ("vocab.json", "vocab.txt", "*.model", "*.tiktoken")
 

@@ -1,0 +1,1 @@
+"""Tokenizers and chat templates. No torch, no transformers at import time."""
