@@ -6,6 +6,7 @@ Phases are printed while they run; the last line before the service waits says w
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from serving.plan import Plan
 START_LIMIT_S = 1800.0
 HEALTH_LIMIT_S = 120.0
 DRAIN_LIMIT_S = 5.0
+DELETE_LIMIT_S = 1.0  # the end of DRAIN_LIMIT_S, in which the application is deleted
 POLL_S = 0.5
 
 
@@ -36,24 +38,23 @@ class Stop(BaseException):
 def serve(plan: Plan) -> int:
     """Run the service until a signal. Returns the exit code."""
     check_port(plan.config.host, plan.config.port)
+    running = False
     try:
         _connect(plan)
         _on_signals()
         _deploy(plan)
         _wait_until_healthy(plan)
+        running = True
         print(ready_line(plan), flush=True)
         while True:
             signal.pause()
     except (Stop, KeyboardInterrupt):
         print(f"Stopping; running requests get {DRAIN_LIMIT_S:g} s.", file=sys.stderr, flush=True)
-        _stop()
+        _stop(running)
         return 0
-    except ConfigError as error:
-        print(f"ferry: error: {error}", file=sys.stderr, flush=True)
-        if plan.config.log_level == "DEBUG":
-            raise
-        _stop()
-        return 2
+    except ConfigError:
+        _stop(running)
+        raise
 
 
 def ready_line(plan: Plan) -> str:
@@ -89,23 +90,27 @@ def _on_signals() -> None:
 
 
 def _connect(plan: Plan) -> None:
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    """Start Ray and its proxy here, or join the cluster of RAY_ADDRESS. A new cluster has token authentication on."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     debug = plan.config.log_level == "DEBUG"
-    import logging
-
+    level = logging.DEBUG if debug else logging.WARNING
+    own: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
     import ray
     from ray import serve as ray_serve
 
     phase("Starting Ray")
-    own: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
-    level = logging.DEBUG if debug else logging.WARNING
-    ray.init(log_to_driver=debug, logging_level=level, configure_logging=True, namespace="serve", **own)
+    try:
+        ray.init(log_to_driver=debug, logging_level=level, namespace="serve", **own)
+    except Exception as error:
+        raise ConfigError(f"Ray did not start: {error}") from error
     logging.getLogger("ray.serve").setLevel(level)
     phase("Starting the HTTP proxy")
-    ray_serve.start(
-        proxy_location=plan.proxy_location, http_options=plan.http_options, logging_config=plan.logging_config
-    )
+    try:
+        ray_serve.start(
+            proxy_location=plan.proxy_location, http_options=plan.http_options, logging_config=plan.logging_config
+        )
+    except Exception as error:
+        raise ConfigError(f"the HTTP proxy did not start: {cause_sentence(str(error))}") from error
 
 
 def _deploy(plan: Plan) -> None:
@@ -149,7 +154,9 @@ def _deployments() -> str:
     parts = []
     for name, deployment in application.deployments.items():
         counts = {str(state).split(".")[-1]: number for state, number in deployment.replica_states.items()}
-        parts.append(f"{name} {counts.get('RUNNING', 0)}/{sum(counts.values())}")
+        wanted = sum(counts.values()) - counts.get("STOPPING", 0)
+        if wanted:
+            parts.append(f"{name} {counts.get('RUNNING', 0)}/{wanted}")
     return ", ".join(parts)
 
 
@@ -182,21 +189,20 @@ def _wait_until_healthy(plan: Plan) -> None:
     raise ConfigError(f"GET {address(plan)}/health did not become 200 within {HEALTH_LIMIT_S:g} s ({last})")
 
 
-def _stop() -> None:
-    """Delete the application, give it DRAIN_LIMIT_S, then end the local cluster with everything in it."""
+def _stop(running: bool) -> None:
+    """Drain and delete the application within DRAIN_LIMIT_S, then leave Ray; a cluster started here ends with that."""
     import ray
     from ray import serve as ray_serve
 
-    foreign = bool(os.environ.get("RAY_ADDRESS"))
+    from serving.app import drain
 
     def delete() -> None:
         try:
-            if foreign:
-                ray_serve.delete(APP_NAME)
-            else:
-                ray_serve.shutdown()
+            if running:
+                drain(DRAIN_LIMIT_S - DELETE_LIMIT_S)
+            ray_serve.delete(APP_NAME)
         except Exception as error:
-            print(f"ferry: stopping Serve: {error}", file=sys.stderr, flush=True)
+            print(f"ferry: stopping: {cause_sentence(str(error))}", file=sys.stderr, flush=True)
 
     if ray.is_initialized():
         worker = threading.Thread(target=delete, name="serve-stop", daemon=True)
