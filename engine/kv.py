@@ -81,6 +81,7 @@ class BlockPool:
         self.swap_out: list[tuple[int, int]] = []  # (block, slot) copies the next plan must do first
         self.swap_in: list[tuple[int, int]] = []  # (slot, block) copies it must do after those
         self.evictions = 0
+        self.cached = 0  # blocks nobody references whose contents can still be hit
         self._refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._known: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # block -> (hash, tokens)
@@ -90,11 +91,6 @@ class BlockPool:
     def available(self) -> int:
         """Blocks that may be allocated now: free ones and cached ones."""
         return len(self._free)
-
-    @property
-    def cached(self) -> int:
-        """Blocks nobody references whose contents can still be hit."""
-        return sum(1 for block in self._known if not self._refs[block])
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -115,7 +111,9 @@ class BlockPool:
             found.append((None, slot))
         return found
 
-    def take(self, found: list[tuple[int | None, int | None]], hashes: Sequence[bytes], tokens: Sequence[int]) -> list[int]:
+    def take(
+        self, found: list[tuple[int | None, int | None]], hashes: Sequence[bytes], tokens: Sequence[int]
+    ) -> list[int]:
         """Reference what `find` returned, in order. Host hits get a new block and a swap-in; the room must be there."""
         # Device hits first: a new block for a host hit must not evict a block of this same chain.
         for block, _ in found:
@@ -160,7 +158,9 @@ class BlockPool:
                 if forget and block in self._known:
                     del self._by_hash[self._known.pop(block)[0]]
                 self._free[block] = None
-                if block not in self._known:
+                if block in self._known:
+                    self.cached += 1
+                else:
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, digest: bytes, tokens: Sequence[int]) -> None:
@@ -198,10 +198,13 @@ class BlockPool:
         assert len(self._free) + referenced == self.total, "a block is neither free nor referenced"
         assert all(not self._refs[block] for block in self._free), "a referenced block is in the free queue"
         assert len(self._by_hash) == len(self._known), "the hash index and the blocks differ"
+        resting = sum(1 for block in self._known if not self._refs[block])
+        assert resting == self.cached, "the count of cached blocks is off"
 
     def _reference(self, block: int) -> None:
         if self._refs[block] == 0:
             del self._free[block]
+            self.cached -= 1
         self._refs[block] += 1
 
     def _forget(self, block: int) -> None:
@@ -210,6 +213,7 @@ class BlockPool:
             return
         digest, tokens = known
         del self._by_hash[digest]
+        self.cached -= 1
         self.evictions += 1
         if self.keep_evicted:
             slot = self.host.put(digest, tokens)

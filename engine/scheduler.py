@@ -328,9 +328,7 @@ class Scheduler:
         if request.id not in self._placed:
             self._placed.add(request.id)
             tokens, blocks = list(request.tokens), list(request.blocks)
-            starts.append(
-                SequenceStart(request.id, tokens, len(request.prompt), blocks, request.params, request.seed)
-            )
+            starts.append(SequenceStart(request.id, tokens, len(request.prompt), blocks, request.params, request.seed))
             new = []
         if request.computed < len(request.prompt):
             self._prompt_started = self._now

@@ -6,19 +6,12 @@ Every token counts, also one whose text is skipped (special tokens) or cut off b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from engine.step import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no -Infinity
-
-
-class TokenLogprobs(Protocol):
-    """What the engine says of one sampled token."""
-
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]  # (token id, logprob) of the most likely tokens, best first
 
 
 def chat_logprobs(

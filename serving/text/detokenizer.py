@@ -11,8 +11,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from serving.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
+from serving.text.stop_strings import StopStrings
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _LONGEST_CODE_POINT = 4  # bytes

@@ -1,0 +1,211 @@
+"""One engine: a scheduler that plans and an executor that computes.
+
+Single-threaded: whoever owns an Engine calls everything from one thread (the offline `LLM`, or the engine thread of an
+engine actor). Between two `step` calls every request is at a step boundary, which is when requests may move.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.executor import Executor
+from engine.kv import BlockPool
+from engine.request import Epoch, Request, Status, seed_of
+from engine.sampling.params import SamplingParams
+from engine.scheduler import Event, Scheduler, SchedulerConfig
+from engine.step import StepPlan, StepResult
+
+EMA = 0.2  # weight of the newest measurement in the moving averages
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot for load reports and metrics; counts are totals since the start."""
+
+    total_blocks: int
+    free_blocks: int  # available: free or cached
+    cached_blocks: int
+    running: int
+    waiting: int
+    held: int
+    reserved_blocks: int
+    waiting_blocks: int  # blocks all queued requests would need
+    head_blocks: int  # blocks the head of the queue would need
+    queued_prefill_tokens: int  # positions still to be prefilled, running and waiting
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    evictions: int
+    step_seconds: float  # moving average of a step
+    prefill_tokens_per_s: float  # measured; 0 before the first prompt
+
+
+class Engine:
+    """Requests in, token events out. `scheduler` and `executor` are joined here and nowhere else."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        pool: BlockPool,
+        config: SchedulerConfig,
+        *,
+        vocab_size: int,
+        seed: int = 0,
+        compat_key: str = "",
+        max_logprobs: int = 20,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.executor = executor
+        self.scheduler = Scheduler(config, pool, clock)
+        self.clock = clock
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.compat_key = compat_key
+        self.max_logprobs = max_logprobs
+        self.steps = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self.step_seconds = 0.0
+        self.last_step_tokens = 0  # 0: there was nothing that could run
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        client: str = "",
+        priority: int = 0,
+        epoch: Epoch = (0, 0),
+        output: Sequence[int] = (),
+    ) -> Request:
+        """Queue a request; `output` holds what it emitted elsewhere before (a resume).
+
+        Raises ValueError for what can never run and scheduler.QueueFull at the queue's limit.
+        """
+        for token in (*prompt, *output):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
+        if params.logprobs is not None and params.logprobs > self.max_logprobs:
+            raise ValueError(f"logprobs is {params.logprobs}, at most {self.max_logprobs} are given")
+        seed = seed_of(self.seed, request_id, params.seed)
+        request = Request(
+            request_id, list(prompt), params, seed, client, priority, epoch, self.clock(), output=list(output)
+        )
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request_id: str, epoch: Epoch | None = None) -> bool:
+        """End a request without an event and free its blocks; with an epoch, only one no newer than that."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None or (epoch is not None and request.epoch > epoch):
+            return False
+        self.scheduler.abort(request_id)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[Event]:
+        """Plan, compute and apply one step. An exception from the executor leaves the engine unusable."""
+        plan, events = self.scheduler.schedule()
+        self.last_step_tokens = plan.num_tokens
+        if plan.work or plan.swap_out or plan.ended:
+            result = self.executor.execute(plan)
+            self._measure(plan, result)
+            events += self.scheduler.update(plan, result)
+        return events
+
+    # -- moving -------------------------------------------------------------------------------------------------
+
+    def hold(self, request_id: str) -> dict[str, Any]:
+        """Stop a running request at this step boundary and return its record. Raises scheduler.Refused."""
+        return self.scheduler.hold(request_id).record()
+
+    def unhold(self, request_id: str) -> None:
+        """Go on with a held request here: its move did not happen."""
+        self.scheduler.unhold(request_id)
+
+    def export(self, request_id: str, first: int, count: int) -> np.ndarray:
+        """Slabs of blocks [first, first + count) of a request's table: uint8 [count, block_bytes].
+
+        Full blocks never change again, so they may be exported while the request goes on decoding.
+        """
+        blocks = self.scheduler.requests[request_id].blocks[first : first + count]
+        return self.executor.read_blocks(blocks)
+
+    def reserve(self, key: str, num_blocks: int) -> list[int]:
+        """Promise blocks to a request on its way here. Raises scheduler.Refused."""
+        return self.scheduler.reserve(key, num_blocks)
+
+    def write_reserved(self, key: str, first: int, data: np.ndarray) -> None:
+        """Put slabs into reserved blocks [first, first + len(data)). Raises KeyError once the promise has expired."""
+        blocks = self.scheduler.reservations[key].blocks[first : first + len(data)]
+        self.executor.write_blocks(blocks, data)
+
+    def cancel_reservation(self, key: str) -> None:
+        self.scheduler.cancel_reservation(key)
+
+    def adopt(self, record: dict[str, Any], epoch: Epoch, computed: int = 0, key: str | None = None) -> Request:
+        """Own a request from elsewhere; idempotent for an epoch. Raises scheduler.Refused."""
+        request = Request.from_record(record, arrival=self.clock())
+        return self.scheduler.adopt(request, epoch, computed, key)
+
+    def give_up(self, request_id: str) -> None:
+        """Let go of a request that another engine owns now; its full blocks stay as prefix cache."""
+        self.scheduler.abort(request_id)
+
+    # -- numbers ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        prefill = scheduler.prefill_seconds_per_token
+        waiting = scheduler.waiting
+        partial = sum(r.pending for r in scheduler.running if r.pending > 1)
+        return EngineStats(
+            total_blocks=pool.total,
+            free_blocks=pool.available,
+            cached_blocks=pool.cached,
+            running=len(scheduler.running),
+            waiting=len(waiting),
+            held=sum(r.status is Status.HELD for r in scheduler.running),
+            reserved_blocks=sum(len(r.blocks) for r in scheduler.reservations.values()),
+            waiting_blocks=sum(pool.blocks_for(len(r.tokens)) for r in waiting),
+            head_blocks=pool.blocks_for(len(waiting[0].tokens)) if waiting else 0,
+            queued_prefill_tokens=partial + sum(len(r.tokens) for r in waiting),
+            steps=self.steps,
+            preemptions=scheduler.preemptions,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            evictions=pool.evictions,
+            step_seconds=self.step_seconds,
+            prefill_tokens_per_s=1 / prefill if prefill else 0.0,
+        )
+
+    def _measure(self, plan: StepPlan, result: StepResult) -> None:
+        self.steps += 1
+        self.generated_tokens += len(result.sampled)
+        for start in plan.starts:
+            self.prompt_tokens += start.num_prompt
+            self.cached_tokens += self.scheduler.requests[start.id].cached_tokens
+        self.step_seconds = _average(self.step_seconds, result.seconds)
+        copies = len(plan.swap_out) + len(plan.swap_in)
+        if copies:
+            per_block = result.copy_seconds / copies
+            self.scheduler.swap_seconds_per_block = _average(self.scheduler.swap_seconds_per_block, per_block)
+        if plan.num_tokens >= 4 * len(plan.work) > 0:  # mostly prefill
+            per_token = (result.seconds - result.copy_seconds) / plan.num_tokens
+            self.scheduler.prefill_seconds_per_token = _average(self.scheduler.prefill_seconds_per_token, per_token)
+
+
+def _average(old: float, new: float) -> float:
+    return new if old == 0.0 else (1 - EMA) * old + EMA * new

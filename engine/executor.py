@@ -1,0 +1,27 @@
+"""The seam between scheduling and computing.
+
+An executor runs plans in order. `engine.runner.ModelRunner` is the one in this process; any other (worker processes,
+actors) only has to speak these four calls, because a plan carries deltas and a result carries token ids.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from engine.step import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. An exception means the executor's state is lost and the engine must end."""
+        ...
+
+    def read_blocks(self, blocks: list[int]) -> np.ndarray:
+        """A copy of KV block slabs, uint8 [len(blocks), block_bytes]. Only between steps."""
+        ...
+
+    def write_blocks(self, blocks: list[int], data: np.ndarray) -> None:
+        """Fill KV blocks with slabs. Only between steps, only blocks no sequence of a plan uses."""
+        ...

@@ -1,0 +1,87 @@
+"""The manager's cluster view: a pure state machine. Soft state: reports alone rebuild it after a restart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from llumnix.load import LoadReport, freeness
+
+SUSPECT_S = 3.0  # silence after which an engine is shown as suspect
+GONE_S = 10.0  # silence after which it leaves the view
+
+
+@dataclass
+class Member:
+    report: LoadReport
+    actor: Any  # how to reach it; opaque here
+    heard: float
+
+
+@dataclass
+class ClusterView:
+    """Engines by id. `version` rises with every change an ingress should see."""
+
+    started: float = 0.0
+    members: dict[str, Member] = field(default_factory=dict)
+    version: int = 0
+    reports: int = 0
+    stale_reports: int = 0
+
+    def on_report(self, message: dict[str, Any], now: float) -> dict[str, Any]:
+        """Take a load report; the answer says whether the engine must introduce itself with its actor."""
+        report = LoadReport.from_message(message)
+        self.reports += 1
+        member = self.members.get(report.engine)
+        actor = message.get("actor") or (member.actor if member else None)
+        if actor is None:
+            return {"v": 1, "known": False}
+        newest = (member.report.incarnation, member.report.sequence) if member else (0.0, -1)
+        if (report.incarnation, report.sequence) <= newest:
+            self.stale_reports += 1
+            return {"v": 1, "known": True}
+        self.members[report.engine] = Member(report, actor, now)
+        self.version += 1
+        return {"v": 1, "known": True}
+
+    def on_gone(self, engine: str) -> None:
+        """An engine said goodbye, or its replica says that it died."""
+        if self.members.pop(engine, None) is not None:
+            self.version += 1
+
+    def tick(self, now: float) -> None:
+        """Drop engines that have been silent for long."""
+        for name in [name for name, member in self.members.items() if now - member.heard > GONE_S]:
+            self.on_gone(name)
+
+    def view(self, now: float) -> dict[str, Any]:
+        """What ingresses follow: {"v", "version", "engines": {id: {"actor", "report", "silent_s"}}}."""
+        engines = {
+            name: {"actor": member.actor, "report": member.report.to_message(), "silent_s": now - member.heard}
+            for name, member in self.members.items()
+        }
+        return {"v": 1, "version": self.version, "engines": engines}
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """For people and metrics: every engine with its state and freeness."""
+        replicas = []
+        for name, member in sorted(self.members.items()):
+            report = member.report
+            state = "suspect" if now - member.heard > SUSPECT_S else report.state
+            replicas.append(
+                {
+                    "id": name,
+                    "role": report.role,
+                    "state": state,
+                    "phase": report.phase,
+                    "blocks": {
+                        "total": report.total_blocks,
+                        "free": report.free_blocks,
+                        "cached": report.cached_blocks,
+                    },
+                    "freeness": freeness(report),
+                    "running": report.running,
+                    "waiting": report.waiting,
+                }
+            )
+        return {"replicas": replicas, "manager": {"version": self.version, "uptime_s": now - self.started}}

@@ -1,0 +1,46 @@
+"""`build(args)`: the Serve application, for `serve run`, `ferry serve`, `blade_llm_server` and Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+
+from engine.config import EngineConfig
+from engine.host import usable_cores
+from serving.config import AppArgs
+from serving.ingress import Ingress
+from serving.manager import Manager
+from serving.replica import EngineReplica
+
+APP_NAME = "llm"
+DRAIN_MARGIN_S = 10.0
+
+
+def build(args: AppArgs) -> serve.Application:
+    """Ingress -> engines, with the manager beside them."""
+    config = args.config
+    values: dict[str, Any] = config.to_dict()
+    manager = Manager.bind()  # type: ignore[attr-defined]
+    engines = EngineReplica.options(  # type: ignore[attr-defined]
+        num_replicas=config.num_replicas,
+        placement_group_bundles=[{"CPU": cpus_per_replica(config)}],
+        graceful_shutdown_timeout_s=config.drain_deadline_s + DRAIN_MARGIN_S,
+    ).bind(values, manager)
+    ingress = Ingress.options(  # type: ignore[attr-defined]
+        graceful_shutdown_timeout_s=config.request_timeout_s
+    )
+    return ingress.bind(values, manager, engines)
+
+
+def cpus_per_replica(config: EngineConfig) -> float:
+    """CPUs Ray reserves for one engine: what was asked for, its threads, or an equal share of this machine."""
+    if config.num_cpus_per_replica is not None:
+        return config.num_cpus_per_replica
+    return float(config.threads or max(1, usable_cores() // config.num_replicas))
+
+
+def drain(seconds: float) -> None:
+    """Tell every engine of the running application to let go of its requests within `seconds`. Blocks that long."""
+    handle = serve.get_app_handle(APP_NAME)
+    handle.drain.remote(seconds).result(timeout_s=seconds + 2)

@@ -1,0 +1,276 @@
+"""An ingress's connection to the engines: carries out what the tracker decides.
+
+Follows the manager's view, keeps one token stream and one lease per engine, chooses an engine for every request from
+its cached view and books it there at once. Never waits for the manager: when that is down, the streams that are open
+are the view.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayError
+
+from engine.config import EngineConfig
+from llumnix.load import READY, STARTING, LoadReport
+from llumnix.policies.dispatch import Booked, choose_engine
+from serving.messages import UNKNOWN, Output, error_output, is_terminal
+from serving.tracker import Abort, Dispatch, Effect, Emit, Replay, Send, Tracker, TrackerConfig
+
+logger = logging.getLogger("ferry.ingress")
+
+BACKPRESSURE_ITEMS = 16
+BOOKING_S = 0.3  # a report sent after this long shows the request
+TICK_S = 0.05
+RENEW_S = 1.0
+VIEW_TIMEOUT_S = 5.0
+CUT_RETRY_S = 2.0  # when an engine whose stream was cut may be tried again
+
+
+@dataclass
+class Link:
+    """One engine as this ingress knows it."""
+
+    id: str
+    actor: Any
+    report: LoadReport
+    task: asyncio.Task[None] | None = None
+    answered: float = 0.0  # when it last answered a lease renewal
+    booked: list[tuple[float, int]] = field(default_factory=list)  # (when, blocks)
+
+
+class EngineClient:
+    """`generate` is the whole interface for the text side."""
+
+    def __init__(self, config: EngineConfig, manager: Any):
+        self.config = config
+        self.manager = manager
+        self.name = f"ingress-{os.urandom(6).hex()}"
+        self.tracker = Tracker(self.name, TrackerConfig(max_resumes=config.max_resumes))
+        self.links: dict[str, Link] = {}
+        self.starting: dict[str, str] = {}  # engines that are not ready yet -> phase
+        self.avoid: dict[str, float] = {}  # lost engines -> when they may be tried again (inf: dead)
+        self._queues: dict[str, asyncio.Queue[Output]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self) -> None:
+        """Begin to follow the cluster; to be called on the running loop."""
+        for loop in (self._follow_manager(), self._tick(), self._renew()):
+            self._spawn(loop)
+
+    # -- for the text side --------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """At least one engine takes requests and finishes its steps."""
+        limit = self.config.step_timeout_s
+        return any(link.report.state == READY and link.report.stalled_s <= limit for link in self.links.values())
+
+    @property
+    def phase(self) -> str:
+        """What the engines are doing while none is ready."""
+        return "; ".join(sorted(set(self.starting.values()))) or "waiting for a replica"
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens the longest sequence may have on any ready engine; None before the first is ready."""
+        lengths = [link.report.max_model_len for link in self.links.values() if link.report.state == READY]
+        return max(lengths) if lengths else None
+
+    async def generate(
+        self, request_id: str, prompt: list[int], params: dict[str, Any], priority: int = 0
+    ) -> AsyncGenerator[list[Output], None]:
+        """The outputs of one sequence, all that have come at a time; the last one of the last list is terminal.
+
+        Closing the iterator aborts the request. Use it under contextlib.aclosing.
+        """
+        queue: asyncio.Queue[Output] = asyncio.Queue()
+        self._queues[request_id] = queue
+        deadline = time.monotonic() + self.config.request_timeout_s
+        try:
+            self._carry_out(self.tracker.start(request_id, prompt, params, priority, deadline))
+            while True:
+                outputs = [await queue.get()]
+                while not queue.empty():
+                    outputs.append(queue.get_nowait())
+                yield outputs
+                if is_terminal(outputs[-1]):
+                    return
+        finally:
+            del self._queues[request_id]
+            self._carry_out(self.tracker.cancel(request_id))
+
+    async def drain_engines(self, deadline_s: float) -> None:
+        """Ask every engine to end its requests within deadline_s (the application is going away)."""
+        calls = [link.actor.drain.remote(deadline_s) for link in self.links.values()]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    # -- effects ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        todo = list(effects)
+        while todo:
+            effect = todo.pop(0)
+            match effect:
+                case Emit(id=request_id, output=output):
+                    queue = self._queues.get(request_id)
+                    if queue is not None:
+                        queue.put_nowait(output)
+                case Dispatch():
+                    todo += self._dispatch(effect)
+                case Send(engine=engine, message=message):
+                    self._spawn(self._send(engine, message))
+                case Abort(engine=engine, id=request_id, epoch=epoch):
+                    if engine in self.links:
+                        self.links[engine].actor.abort.remote(self.name, [(request_id, list(epoch))])
+                case Replay(engine=engine, id=request_id, start=start):
+                    self._spawn(self._replay(engine, request_id, start))
+
+    def _dispatch(self, effect: Dispatch) -> list[Effect]:
+        now = time.monotonic()
+        request = self.tracker.requests.get(effect.id)
+        if request is None:
+            return []
+        reports = {name: link.report for name, link in self.links.items()}
+        booked = {name: self._booked(link, now) for name, link in self.links.items()}
+        tokens = len(request.prompt) + len(request.output)
+        engine = choose_engine(reports, booked, tokens, effect.exclude, self.config.step_timeout_s)
+        if engine is None:
+            return self.tracker.unassigned(effect.id, now)
+        link = self.links[engine]
+        link.booked.append((now, -(-tokens // link.report.block_size)))
+        return self.tracker.assigned(effect.id, engine, now)
+
+    def _booked(self, link: Link, now: float) -> Booked:
+        link.booked = [booking for booking in link.booked if now - booking[0] < BOOKING_S]
+        return Booked(len(link.booked), sum(blocks for _, blocks in link.booked))
+
+    async def _send(self, engine: str, message: dict[str, Any]) -> None:
+        try:
+            link = self.links[engine]
+            await link.actor.add.remote(message)
+        except (RayError, KeyError):
+            self._carry_out(self.tracker.send_failed(engine, message["id"], time.monotonic()))
+
+    async def _replay(self, engine: str, request_id: str, start: int) -> None:
+        try:
+            outputs = await self.links[engine].actor.replay.remote(self.name, {request_id: start})
+        except (RayError, KeyError):
+            return  # the broken stream tells the rest
+        request = self.tracker.requests.get(request_id)
+        if not outputs and request is not None and request.engine == engine:
+            outputs = [error_output(request_id, request.epoch, UNKNOWN)]
+        self._carry_out(self.tracker.outputs(engine, outputs, time.monotonic()))
+
+    # -- engines ------------------------------------------------------------------------------------------------
+
+    async def _follow_manager(self) -> None:
+        version = -1
+        while True:
+            try:
+                view = await asyncio.wait_for(self.manager.view.remote(version), VIEW_TIMEOUT_S)
+            except Exception as error:  # the manager is down or restarting: go on with what is known
+                logger.debug("no view from the manager: %s", type(error).__name__)
+                version = -1
+                await asyncio.sleep(0.3)
+                continue
+            version = view["version"]
+            self._merge(view["engines"])
+
+    def _merge(self, engines: dict[str, dict[str, Any]]) -> None:
+        """Take over a view. An engine whose stream is open stays even if the manager does not list it: the stream is
+        the better proof of life, and a manager that has just restarted knows nobody yet."""
+        now = time.monotonic()
+        self.starting = {}
+        for name, entry in engines.items():
+            report = LoadReport.from_message(entry["report"])
+            link = self.links.get(name)
+            if link is not None:
+                if (report.incarnation, report.sequence) > (link.report.incarnation, link.report.sequence):
+                    link.report = report
+                continue
+            if report.state == STARTING:
+                self.starting[name] = report.phase
+            elif self.avoid.get(name, 0.0) <= now:
+                link = self.links[name] = Link(name, entry["actor"], report, answered=now)
+                link.task = self._spawn(self._read(link))
+        self.avoid = {name: when for name, when in self.avoid.items() if name in engines and when > now}
+
+    async def _read(self, link: Link) -> None:
+        """The token stream of one engine, opened again by cursor when it ends."""
+        failures = 0
+        while True:
+            try:
+                stream = link.actor.stream.options(
+                    num_returns="streaming", _generator_backpressure_num_objects=BACKPRESSURE_ITEMS
+                ).remote(self.name, self.tracker.cursors(link.id))
+                async for reference in stream:
+                    item = await reference
+                    failures = 0
+                    self._carry_out(self.tracker.outputs(link.id, item["outputs"], time.monotonic()))
+            except ActorDiedError:
+                self._lose(link, forever=True)
+                return
+            except RayError as error:
+                failures += 1
+                logger.warning("stream of engine %s broke: %s", link.id, type(error).__name__)
+                if failures > 2:
+                    self._lose(link)
+                    return
+                await asyncio.sleep(0.2)
+
+    def _lose(self, link: Link, forever: bool = False) -> None:
+        if self.links.get(link.id) is not link:
+            return
+        del self.links[link.id]
+        now = time.monotonic()
+        self.avoid[link.id] = float("inf") if forever else now + CUT_RETRY_S
+        owned = len(self.tracker.cursors(link.id))
+        logger.warning("engine %s is lost with %d requests of this ingress; they resume elsewhere", link.id, owned)
+        self._carry_out(self.tracker.engine_lost(link.id, now))
+        if link.task is not None and link.task is not asyncio.current_task():
+            link.task.cancel()
+
+    async def _renew(self) -> None:
+        """Keep the leases, and give up engines that have not answered for two leases."""
+        while True:
+            started = time.monotonic()
+            for link in list(self.links.values()):
+                self._spawn(self._renew_one(link))
+                if started - link.answered > 2 * self.config.lease_s:
+                    self._lose(link)
+            await asyncio.sleep(RENEW_S)
+            late = time.monotonic() - started - RENEW_S
+            if late > 1.0:  # this process was stopped: the silence was ours
+                logger.warning("this ingress was stopped for %.1f s", late)
+                for link in self.links.values():
+                    link.answered += late
+
+    async def _renew_one(self, link: Link) -> None:
+        try:
+            await link.actor.renew.remote(self.name, self.tracker.cursors(link.id))
+            link.answered = time.monotonic()
+        except RayError:
+            pass  # the stream tells
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._carry_out(self.tracker.tick(time.monotonic()))
+
+    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a background task failed", exc_info=task.exception())

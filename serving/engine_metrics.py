@@ -1,0 +1,44 @@
+"""What an engine tells Prometheus, made from its stats."""
+
+from __future__ import annotations
+
+from engine.engine import EngineStats
+from serving.metrics import Family
+
+GAUGES = {
+    "ferry_requests_running": ("requests in the running batch", "running"),
+    "ferry_requests_waiting": ("requests in the queue", "waiting"),
+    "ferry_kv_blocks_total": ("KV blocks", "total_blocks"),
+    "ferry_kv_blocks_free": ("KV blocks that may be allocated, cached ones included", "free_blocks"),
+    "ferry_kv_blocks_cached": ("KV blocks nobody uses whose contents can be hit", "cached_blocks"),
+    "ferry_step_seconds": ("moving average of a step", "step_seconds"),
+    "ferry_prefill_tokens_per_second": ("measured prefill speed", "prefill_tokens_per_s"),
+}
+COUNTERS = {
+    "ferry_steps": ("engine steps", "steps"),
+    "ferry_preemptions": ("requests preempted for want of KV blocks", "preemptions"),
+    "ferry_prompt_tokens": ("prompt tokens of admitted requests", "prompt_tokens"),
+    "ferry_prompt_tokens_cached": ("of those, tokens whose KV was found in a cache", "cached_tokens"),
+    "ferry_generation_tokens": ("tokens sampled", "generated_tokens"),
+    "ferry_prefix_cache_evictions": ("cached blocks that were overwritten", "evictions"),
+}
+
+
+class EngineMetrics:
+    """Families with the label replica=<engine id>."""
+
+    def __init__(self, engine_id: str):
+        self.labels = {"replica": engine_id}
+
+    def families(self, stats: EngineStats | None) -> list[Family]:
+        if stats is None:
+            return []
+        gauges: list[Family] = [
+            (name, text, "gauge", [(name, self.labels, float(getattr(stats, field)))])
+            for name, (text, field) in GAUGES.items()
+        ]
+        counters: list[Family] = [
+            (name, text, "counter", [(f"{name}_total", self.labels, float(getattr(stats, field)))])
+            for name, (text, field) in COUNTERS.items()
+        ]
+        return gauges + counters

@@ -1,0 +1,115 @@
+"""The thread that owns an Engine: it runs queued calls between steps and steps while there is work.
+
+When there is none it blocks on the queue, so an idle engine costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from engine.engine import Engine, EngineStats
+from engine.scheduler import Event
+
+STATS_AGE_S = 0.05
+STUCK_WAIT_S = 0.005
+
+logger = logging.getLogger("ferry.engine")
+
+
+class EngineThread(threading.Thread):
+    """Builds an engine and runs it. `on_events` and `on_failure` are called on this thread."""
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        on_events: Callable[[list[Event]], None],
+        on_failure: Callable[[BaseException], None],
+    ):
+        super().__init__(name="engine", daemon=True)
+        self._build = build
+        self.on_events = on_events
+        self.on_failure = on_failure
+        self.ready: Future[Engine] = Future()  # the engine, or the exception of its start-up
+        self.failure: BaseException | None = None
+        self.stats: EngineStats | None = None  # a snapshot at most STATS_AGE_S old while stepping
+        self._stats_at = 0.0
+        self._step_started: float | None = None  # monotonic; None between steps
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any] | None] | None] = queue.SimpleQueue()
+
+    def post(self, call: Callable[[], Any]) -> None:
+        """Run `call` between steps; nobody waits for it."""
+        self._inbox.put((call, None))
+
+    async def call(self, call: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+        """Run `call` between steps and await its result."""
+        future: Future[Any] = Future()
+        self._inbox.put((call, future))
+        return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+
+    def stop(self) -> None:
+        self._inbox.put(None)
+
+    def stalled_s(self) -> float:
+        """Seconds the step under way has taken; 0 between steps."""
+        started = self._step_started
+        return 0.0 if started is None else time.monotonic() - started
+
+    def run(self) -> None:
+        try:
+            engine = self._build()
+        except BaseException as error:
+            self.ready.set_exception(error)
+            return
+        self.stats = engine.stats()
+        self.ready.set_result(engine)
+        try:
+            self._loop(engine)
+        except BaseException as error:  # the executor's state is lost: everything here must go elsewhere
+            self.failure = error
+            logger.exception("the engine failed")
+            self.on_failure(error)
+
+    def _loop(self, engine: Engine) -> None:
+        stuck = False  # there is work, but none of it can run (all of it is held)
+        while self._run_inbox(engine, stuck):
+            stuck = False
+            if engine.has_work:
+                self._step_started = time.monotonic()
+                events = engine.step()
+                self._step_started = None
+                stuck = engine.last_step_tokens == 0
+                if events:
+                    self.on_events(events)
+            now = time.monotonic()
+            if now - self._stats_at > STATS_AGE_S or not engine.has_work:
+                self.stats, self._stats_at = engine.stats(), now
+
+    def _run_inbox(self, engine: Engine, stuck: bool) -> bool:
+        """Run what is queued, waiting for something if there is no work; False to stop."""
+        wait = stuck or not engine.has_work
+        while True:
+            try:
+                item = self._inbox.get(block=wait, timeout=STUCK_WAIT_S if stuck else None)
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            wait = False
+            call, future = item
+            try:
+                result = call()
+            except Exception as error:
+                if future is None:
+                    logger.exception("a call between steps failed")
+                elif not future.cancelled():
+                    future.set_exception(error)
+            else:
+                if future is not None and not future.cancelled():
+                    future.set_result(result)

@@ -1,0 +1,238 @@
+"""The front door: OpenAI's HTTP API and Python handle calls, on token ids behind.
+
+Bodies are parsed from bytes and streams are sent as bytes: FastAPI routes, the rest is ours, so that every error has
+OpenAI's shape. A stream's status line waits for its first token, so that a refusal is still an HTTP status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request
+from ray import serve
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from engine.config import EngineConfig
+from engine.loader.source import resolve_model
+from engine.text.tokenizer import load_tokenizer
+from serving.api import Answer, Api
+from serving.engine_client import EngineClient
+from serving.ingress_metrics import IngressMetrics
+from serving.logs import configure_logging
+from serving.metrics import families_of, render
+from serving.openai.errors import APIError, internal
+from serving.openai.responses import model_card, model_list
+from serving.openai.streaming import DONE, error_event
+
+logger = logging.getLogger("ferry.ingress")
+
+METRICS_PERIOD_S = 1.0
+MANAGER_TIMEOUT_S = 2.0
+MAX_BODY_BYTES = 32 << 20
+
+http = FastAPI(title="Ferry", docs_url=None, redoc_url=None, openapi_url=None)
+
+
+@serve.deployment(
+    name="Ingress",
+    ray_actor_options={"num_cpus": 0},
+    max_ongoing_requests=10_000,
+    health_check_period_s=1,
+    health_check_timeout_s=10,
+    graceful_shutdown_wait_loop_s=0.2,
+    max_constructor_retry_count=2,
+)
+@serve.ingress(http)
+class Ingress:
+    """`engines` is the engines' deployment: bound here so that Serve starts and deletes it with the application."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: dict[str, Any], manager: Any, engines: Any
+    ) -> None:
+        self.config = EngineConfig(**config)
+        configure_logging(self.config.log_level)
+        self.manager = manager
+        self.engines = engines
+        self.created = int(time.time())
+        self.tokenizer = None
+        if not self.config.skip_tokenizer_init:
+            path = await asyncio.to_thread(resolve_model, self.config.model)
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, path)
+        self.client = EngineClient(self.config, manager)
+        self.metrics = IngressMetrics(self.client.name)
+        self.api = Api(self.config, self.tokenizer, self.client, self.metrics)
+        self.client.start()
+        self._pushing = asyncio.create_task(self._push_metrics())
+
+    # -- Python handles -----------------------------------------------------------------------------------------
+
+    async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A chat completion for other Ray applications: `serve.get_app_handle("llm").chat.remote({...})`."""
+        return await self._complete(self.api.chat, request)
+
+    async def chat_stream(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Its chunks: `handle.options(stream=True).chat_stream.remote({...})`."""
+        async for chunk in self._chunks(self.api.chat, request):
+            yield chunk
+
+    async def completions(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A text completion."""
+        return await self._complete(self.api.completion, request)
+
+    async def completions_stream(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a text completion."""
+        async for chunk in self._chunks(self.api.completion, request):
+            yield chunk
+
+    async def drain(self, deadline_s: float) -> None:
+        """End every request of the application within deadline_s: it is about to be deleted."""
+        await self.client.drain_engines(deadline_s)
+
+    async def health_phase(self) -> str | None:
+        """None when requests are served, else what is being waited for."""
+        return None if self.client.ready else self.client.phase
+
+    # -- HTTP ---------------------------------------------------------------------------------------------------
+
+    @http.post("/v1/chat/completions")
+    async def http_chat(self, request: Request) -> Response:
+        return await self._respond(self.api.chat, request)
+
+    @http.post("/v1/completions")
+    async def http_completions(self, request: Request) -> Response:
+        return await self._respond(self.api.completion, request)
+
+    @http.get("/v1/models")
+    async def http_models(self) -> Response:
+        return JSONResponse(model_list(self.config.served_model_name, self.created, self.api.max_model_len))
+
+    @http.get("/v1/models/{name:path}")
+    async def http_model(self, name: str) -> Response:
+        try:
+            self.api.check_model(name)
+        except APIError as error:
+            return _error(error)
+        return JSONResponse(model_card(name, self.created, self.api.max_model_len))
+
+    @http.get("/health")
+    async def http_health(self) -> Response:
+        if self.client.ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "unavailable", "phase": self.client.phase}, 503, {"Retry-After": "1"})
+
+    @http.get("/metrics")
+    async def http_metrics(self) -> Response:
+        try:
+            text = await asyncio.wait_for(self.manager.metrics_text.remote(), MANAGER_TIMEOUT_S)
+        except Exception:  # the manager is down: this ingress at least
+            text = render([families_of(self.metrics.registry)])
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    async def _respond(self, handler: Callable[[bytes], Awaitable[Answer]], request: Request) -> Response:
+        headers = {"X-Request-Id": given} if (given := request.headers.get("x-request-id")) else {}
+        self.metrics.open.inc()
+        streaming = False
+        try:
+            answer = await handler(await _body(request))
+            if answer.stream is None:
+                return JSONResponse(await answer.whole(), headers=headers)
+            stream = answer.stream()
+            try:
+                first = await anext(stream)
+            except BaseException:
+                await stream.aclose()
+                raise
+            streaming = True
+            return EventStream(first, stream, headers, self.metrics.open.dec)
+        except APIError as error:
+            return _error(error, headers)
+        except Exception:
+            logger.exception("a request failed")
+            return _error(internal(), headers)
+        finally:
+            if not streaming:
+                self.metrics.open.dec()
+
+    async def _complete(self, handler: Callable[[bytes], Awaitable[Answer]], request: dict[str, Any]) -> dict[str, Any]:
+        answer = await handler(json.dumps({**request, "stream": False}).encode())
+        return await answer.whole()
+
+    async def _chunks(
+        self, handler: Callable[[bytes], Awaitable[Answer]], request: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        answer = await handler(json.dumps({**request, "stream": True}).encode())
+        assert answer.stream is not None
+        async with aclosing(answer.stream()) as events:
+            async for event in events:
+                for line in event.split(b"\n\n"):
+                    if line.startswith(b"data: {"):
+                        yield json.loads(line[6:])
+
+    async def _push_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(METRICS_PERIOD_S)
+            self.metrics.resumed.set(self.client.tracker.resumed)
+            families = families_of(self.metrics.registry)
+            try:
+                await asyncio.wait_for(self.manager.metrics.remote(self.client.name, families), MANAGER_TIMEOUT_S)
+            except Exception as error:
+                logger.debug("metrics not taken: %s", type(error).__name__)
+
+
+class EventStream(Response):
+    """Server-sent events from an iterator of encoded chunks. While the client is slow, tokens gather upstream."""
+
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes, None], headers: dict[str, str], on_close: Callable[[], None]
+    ):
+        self.first, self.rest, self.on_close = first, rest, on_close
+        self.status_code, self.background = 200, None
+        self.init_headers({"cache-control": "no-cache", "content-type": "text/event-stream; charset=utf-8", **headers})
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            async with aclosing(self.rest) as rest:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": self.first, "more_body": True})
+                last = DONE
+                try:
+                    async for chunk in rest:
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                except APIError as error:
+                    last = error_event(error)
+                except Exception:
+                    logger.exception("a stream failed")
+                    last = error_event(internal())
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+        finally:
+            self.on_close()
+
+
+def _error(error: APIError, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse(error.body(), error.status, {**error.headers, **(headers or {})})
+
+
+async def _body(request: Request) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise APIError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+@http.exception_handler(HTTPException)
+async def _http_exception(request: Request, error: HTTPException) -> Response:
+    """Unknown paths and methods, in OpenAI's shape."""
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return _error(APIError(error.status_code, message), dict(error.headers or {}))

@@ -1,0 +1,58 @@
+"""The messages between ingresses, engines and the manager: plain dicts, unknown keys ignored.
+
+An *output* is what one step made of one request:
+
+    {"id": str, "epoch": [resume, move], "index": int,     # index of the token; of the next one if there is none
+     "token": int, "logprobs": [logprob, rank, [[id, logprob], ...]],
+     "finish": "stop" | "length", "error": kind, "message": str, "cached": int}
+
+and a stream item is {"v": 1, "engine": id, "outputs": [output, ...]}, with "renew": true in a stream's last item.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.scheduler import Event
+
+PROTOCOL_VERSION = 1
+
+Output = dict[str, Any]
+
+# Kinds of errors that end a request at one engine. Those in RETRY_ELSEWHERE say nothing about the request itself.
+QUEUE_FULL = "queue_full"
+QUEUE_TIMEOUT = "queue_timeout"
+INVALID = "invalid"
+LEASE = "lease"  # the ingress was silent for too long
+DRAINING = "draining"  # the engine takes no new requests
+DRAINED = "drained"  # the engine is going away and its time is up
+UNKNOWN = "unknown"  # the engine has never heard of the request, or forgot it
+FAILED = "engine_failed"
+RETRY_ELSEWHERE = frozenset({LEASE, DRAINING, DRAINED, UNKNOWN, FAILED})
+
+
+def output_of(event: Event) -> Output:
+    """The message of an engine event."""
+    request = event.request
+    output: Output = {"id": request.id, "epoch": list(request.epoch), "index": event.index}
+    if event.token is not None:
+        output["token"] = event.token
+    if event.logprobs is not None:
+        found = event.logprobs
+        output["logprobs"] = [found.logprob, found.rank, [list(pair) for pair in found.top]]
+    if event.index == 0:
+        output["cached"] = request.cached_tokens
+    if event.finish_reason is not None:
+        output["finish"] = event.finish_reason
+    if event.error is not None:
+        output["error"] = event.error
+    return output
+
+
+def error_output(request_id: str, epoch: list[int] | tuple[int, int], kind: str, message: str = "") -> Output:
+    """The terminal message of a request that ends at an engine without a token."""
+    return {"id": request_id, "epoch": list(epoch), "index": -1, "error": kind, "message": message}
+
+
+def is_terminal(output: Output) -> bool:
+    return "finish" in output or "error" in output

@@ -1,0 +1,114 @@
+"""An engine's side of its ingresses: what each is to receive, what it has acknowledged, when it was last heard of.
+
+Pure bookkeeping with the time passed in; the engine actor's streams and lease calls sit on top of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from serving.messages import LEASE, Output, error_output, is_terminal
+
+
+@dataclass
+class Client:
+    """One ingress. `history` keeps outputs by request until they are acknowledged, for replays and new streams."""
+
+    last_seen: float
+    pending: list[Output] = field(default_factory=list)
+    history: dict[str, list[Output]] = field(default_factory=dict)
+    open: dict[str, list[int]] = field(default_factory=dict)  # requests without a terminal output -> epoch
+    ended: dict[str, float] = field(default_factory=dict)  # requests with one -> when
+    expired: bool = False
+
+
+class Outboxes:
+    """All ingresses of one engine."""
+
+    def __init__(self, lease_s: float, forget_s: float = 60.0):
+        self.lease_s = lease_s
+        self.forget_s = forget_s
+        self.clients: dict[str, Client] = {}
+
+    def seen(self, name: str, now: float) -> Client:
+        """An ingress gave a sign of life."""
+        client = self.clients.get(name)
+        if client is None:
+            client = self.clients[name] = Client(now)
+        client.last_seen, client.expired = now, False
+        return client
+
+    def opened(self, name: str, request_id: str, epoch: list[int], now: float) -> None:
+        """An ingress submitted a request (again, with a higher epoch, after a resume)."""
+        client = self.seen(name, now)
+        client.open[request_id] = epoch
+        client.history[request_id] = []
+        client.ended.pop(request_id, None)
+
+    def closed(self, name: str, request_id: str) -> None:
+        """An ingress wants nothing more of a request."""
+        client = self.clients.get(name)
+        if client is not None:
+            for table in (client.open, client.history, client.ended):
+                table.pop(request_id, None)
+
+    def push(self, name: str, outputs: Iterable[Output], now: float) -> None:
+        """Queue outputs for an ingress; those of requests it no longer wants are dropped."""
+        client = self.clients.get(name)
+        if client is None:
+            return
+        for output in outputs:
+            request_id = output["id"]
+            if request_id not in client.open:
+                continue
+            client.pending.append(output)
+            client.history[request_id].append(output)
+            if is_terminal(output):
+                del client.open[request_id]
+                client.ended[request_id] = now
+
+    def take(self, name: str) -> list[Output]:
+        """Everything queued for an ingress since the last call."""
+        client = self.clients.get(name)
+        if client is None:
+            return []
+        taken, client.pending = client.pending, []
+        return taken
+
+    def acknowledge(self, name: str, cursors: dict[str, int], now: float) -> list[str]:
+        """A lease renewal: drop what the ingress has; returns the requests it expects here that are not here."""
+        client = self.seen(name, now)
+        for request_id, history in client.history.items():
+            cursor = cursors.get(request_id)
+            if cursor is not None:
+                client.history[request_id] = [o for o in history if o["index"] >= cursor or o["index"] < 0]
+        for request_id, when in list(client.ended.items()):
+            if request_id not in cursors and now - when > self.lease_s:
+                self.closed(name, request_id)
+        return [request_id for request_id in cursors if request_id not in client.history]
+
+    def replay(self, name: str, cursors: dict[str, int], now: float) -> list[Output]:
+        """Outputs from the given indices on, for a new stream or a gap."""
+        client = self.seen(name, now)
+        outputs: list[Output] = []
+        for request_id, cursor in cursors.items():
+            outputs += [o for o in client.history.get(request_id, ()) if o["index"] >= cursor or o["index"] < 0]
+        return outputs
+
+    def expire(self, now: float) -> list[tuple[str, list[int]]]:
+        """End the requests of ingresses whose lease ran out; returns (request, epoch) pairs to abort.
+
+        The ingress finds a LEASE error in its stream should it come back. Much later it is forgotten.
+        """
+        aborted: list[tuple[str, list[int]]] = []
+        for name, client in list(self.clients.items()):
+            silent = now - client.last_seen
+            if silent > self.lease_s and not client.expired:
+                client.expired = True
+                lost = list(client.open.items())
+                aborted += lost
+                self.push(name, [error_output(request_id, epoch, LEASE) for request_id, epoch in lost], now)
+            if silent > max(self.forget_s, self.lease_s):
+                del self.clients[name]
+        return aborted

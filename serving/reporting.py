@@ -1,0 +1,58 @@
+"""Pushes one process's load report and metrics to the manager.
+
+On change, at least MIN_INTERVAL_S apart; a heartbeat each HEARTBEAT_S; at most one call in flight, and what happens
+meanwhile goes into the next one. A manager that is down costs nothing: the next heartbeat tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger("ferry.reporting")
+
+MIN_INTERVAL_S = 0.1
+HEARTBEAT_S = 1.0
+CALL_TIMEOUT_S = 2.0
+
+
+class Reporter:
+    """`make(sequence)` returns (report, metric families); the actor handle goes along while the manager lacks it."""
+
+    def __init__(self, manager: Any, make: Callable[[int], tuple[dict[str, Any], list[Any]]]):
+        self.manager = manager
+        self.make = make
+        self.actor: Any = None
+        self.sequence = 0
+        self._changed = asyncio.Event()
+
+    def changed(self) -> None:
+        self._changed.set()
+
+    async def run(self) -> None:
+        known = False
+        metrics_at = 0.0
+        while self.manager is not None:
+            self._changed.clear()
+            self.sequence += 1
+            report, families = self.make(self.sequence)
+            if not known:
+                report["actor"] = self.actor
+            now = time.monotonic()
+            if now - metrics_at >= HEARTBEAT_S:
+                report["metrics"], metrics_at = families, now
+            try:
+                answer = await asyncio.wait_for(self.manager.report.remote(report), CALL_TIMEOUT_S)
+                known = bool(answer.get("known"))
+            except Exception as error:  # down, restarting or slow
+                logger.debug("no answer from the manager: %s", type(error).__name__)
+                known = False
+            if known:
+                await asyncio.sleep(MIN_INTERVAL_S)
+            try:
+                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S - MIN_INTERVAL_S)
+            except TimeoutError:
+                continue

@@ -1,0 +1,269 @@
+"""The ingress's side of every request: who owns it, which tokens have come, what to do when an engine is lost.
+
+A pure state machine: every call takes the time and returns effects; the ingress carries them out. Rules it holds:
+
+- Ownership is (request, epoch), epoch = (resume, move). Only the tracker raises resume. It takes tokens of the highest
+  epoch it has seen, and aborts an engine that shows a lower one.
+- A token is accepted when its index equals the cursor, whatever its epoch: equal positions hold equal tokens. Lower
+  indices are repeats, a higher one is a gap, which is asked for again.
+- Every request ends in exactly one terminal effect: a finish reason or a typed error.
+- A lost engine first means looking: for a moment another engine may announce the request (it moved). Then the request
+  is started again from its prompt and the tokens so far, a bounded number of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.request import Epoch
+from serving.messages import DRAINED, DRAINING, FAILED, QUEUE_FULL, RETRY_ELSEWHERE, Output, is_terminal
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Choose an engine (not one of `exclude`) and answer with `assigned` or `unassigned`."""
+
+    id: str
+    exclude: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Submit a request to an engine: its record with the tokens so far."""
+
+    engine: str
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Make an engine drop a request, if its epoch there is not newer."""
+
+    engine: str
+    id: str
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Ask an engine for a request's outputs from an index on."""
+
+    engine: str
+    id: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Hand an output to the client: the next token, and with finish or error the end."""
+
+    id: str
+    output: Output
+
+
+Effect = Dispatch | Send | Abort | Replay | Emit
+
+
+@dataclass
+class TrackerConfig:
+    max_resumes: int = 3
+    look_s: float = 0.2  # one report period: how long a moved request may take to announce itself
+    no_engine_s: float = 30.0  # how long a request waits for an engine to appear
+    replay_s: float = 1.0  # a gap is asked for again after this long
+
+
+@dataclass
+class Tracked:
+    """One request. `output` has every token emitted to the client; its length is the cursor."""
+
+    id: str
+    prompt: list[int]
+    params: dict[str, Any]
+    priority: int
+    deadline: float
+    epoch: Epoch = (0, 0)
+    engine: str | None = None
+    output: list[int] = field(default_factory=list)
+    resumes: int = 0
+    refused_by: set[str] = field(default_factory=set)
+    full: bool = False  # the last refusal was for a full queue
+    retry_at: float | None = None  # looking, or waiting for an engine to appear
+    waiting_since: float | None = None
+    replay_at: float = 0.0
+
+
+class Tracker:
+    """All open requests of one ingress."""
+
+    def __init__(self, client: str, config: TrackerConfig | None = None):
+        self.client = client
+        self.config = config or TrackerConfig()
+        self.requests: dict[str, Tracked] = {}
+        self.resumed = 0  # for metrics
+
+    def start(
+        self, request_id: str, prompt: list[int], params: dict[str, Any], priority: int, deadline: float
+    ) -> list[Effect]:
+        """A new request. `deadline` is when it ends with error `timeout` at the latest."""
+        self.requests[request_id] = Tracked(request_id, prompt, params, priority, deadline)
+        return [Dispatch(request_id, frozenset())]
+
+    def assigned(self, request_id: str, engine: str, now: float) -> list[Effect]:
+        """The answer to Dispatch: this engine."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        request.engine = engine
+        request.retry_at = request.waiting_since = None
+        request.full = False
+        message = {
+            "id": request.id,
+            "client": self.client,
+            "prompt": request.prompt,
+            "params": request.params,
+            "priority": request.priority,
+            "epoch": list(request.epoch),
+            "output": list(request.output),
+        }
+        return [Send(engine, message)]
+
+    def unassigned(self, request_id: str, now: float) -> list[Effect]:
+        """The answer to Dispatch when no engine is left to ask."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        if request.full and not request.output:
+            return self._end(request, QUEUE_FULL, "every replica's queue is full")
+        if request.waiting_since is None:
+            request.waiting_since = now
+        if now - request.waiting_since >= self.config.no_engine_s:
+            return self._end(request, "no_engine", f"no replica became ready within {self.config.no_engine_s:g} s")
+        request.refused_by.clear()
+        request.retry_at = now + 0.1
+        return []
+
+    def outputs(self, engine: str, outputs: Iterable[Output], now: float) -> list[Effect]:
+        """What a stream brought, in its order."""
+        effects: list[Effect] = []
+        for output in outputs:
+            request = self.requests.get(output["id"])
+            epoch = (output["epoch"][0], output["epoch"][1])
+            if request is None:
+                if not is_terminal(output):
+                    effects.append(Abort(engine, output["id"], epoch))
+                continue
+            effects += self._output(request, engine, epoch, output, now)
+        return effects
+
+    def engine_lost(self, engine: str, now: float) -> list[Effect]:
+        """A stream broke or an engine is known to be dead: its requests look for a new owner, then resume."""
+        for request in self.requests.values():
+            if request.engine == engine:
+                request.engine = None
+                request.retry_at = now + self.config.look_s
+        return []
+
+    def send_failed(self, engine: str, request_id: str, now: float) -> list[Effect]:
+        """A submission did not arrive."""
+        request = self.requests.get(request_id)
+        if request is not None and request.engine == engine:
+            request.engine = None
+            request.retry_at = now + self.config.look_s
+        return []
+
+    def cancel(self, request_id: str) -> list[Effect]:
+        """The client has gone, or a stop string was found: nothing more is wanted."""
+        request = self.requests.pop(request_id, None)
+        if request is None or request.engine is None:
+            return []
+        return [Abort(request.engine, request_id, request.epoch)]
+
+    def tick(self, now: float) -> list[Effect]:
+        """To be called several times a second: deadlines, resumes that are due, and engines to wait for."""
+        effects: list[Effect] = []
+        for request in list(self.requests.values()):
+            if now >= request.deadline:
+                if request.engine is not None:
+                    effects.append(Abort(request.engine, request.id, request.epoch))
+                effects += self._end(request, "timeout", "the request took longer than the longest allowed")
+            elif request.retry_at is not None and now >= request.retry_at:
+                request.retry_at = None
+                if request.waiting_since is None:
+                    effects += self._resume(request)
+                else:
+                    effects.append(Dispatch(request.id, frozenset(request.refused_by)))
+        return effects
+
+    def cursors(self, engine: str) -> dict[str, int]:
+        """Request id -> next index, of the requests an engine owns: the acknowledgement in a lease renewal."""
+        return {r.id: len(r.output) for r in self.requests.values() if r.engine == engine}
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _output(self, request: Tracked, engine: str, epoch: Epoch, output: Output, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if epoch < request.epoch:
+            # An engine that was given up, or whose request has moved on: it must not go on computing.
+            effects = [] if is_terminal(output) else [Abort(engine, request.id, epoch)]
+            if output["index"] == len(request.output):
+                effects += self._accept(request, output)
+                if request.id not in self.requests and request.engine is not None:
+                    effects.append(Abort(request.engine, request.id, request.epoch))
+            return effects
+        if epoch > request.epoch or engine != request.engine:
+            # The owner speaks, perhaps for the first time after a move.
+            if request.engine is not None and request.engine != engine and epoch > request.epoch:
+                effects.append(Abort(request.engine, request.id, request.epoch))
+            request.epoch, request.engine = epoch, engine
+            request.retry_at = request.waiting_since = None
+            return effects + self._from_owner(request, engine, output, now)
+        return self._from_owner(request, engine, output, now)
+
+    def _from_owner(self, request: Tracked, engine: str, output: Output, now: float) -> list[Effect]:
+        error = output.get("error")
+        if error is not None:
+            return self._refused(request, engine, error, output, now)
+        if output["index"] > len(request.output):
+            if now < request.replay_at:
+                return []
+            request.replay_at = now + self.config.replay_s
+            return [Replay(engine, request.id, len(request.output))]
+        return self._accept(request, output) if output["index"] == len(request.output) else []
+
+    def _accept(self, request: Tracked, output: Output) -> list[Effect]:
+        if "token" not in output:
+            return []
+        request.output.append(output["token"])
+        request.replay_at = 0.0
+        if is_terminal(output):
+            del self.requests[request.id]
+        return [Emit(request.id, output)]
+
+    def _refused(self, request: Tracked, engine: str, error: str, output: Output, now: float) -> list[Effect]:
+        request.engine = None
+        if error in (QUEUE_FULL, DRAINING):  # it was never accepted there: no new epoch is needed
+            request.refused_by.add(engine)
+            request.full = error == QUEUE_FULL
+            return [Dispatch(request.id, frozenset(request.refused_by))]
+        if error in RETRY_ELSEWHERE:
+            if error in (DRAINED, FAILED):
+                request.refused_by.add(engine)
+            return self._resume(request)
+        return self._end(request, error, output.get("message", ""))
+
+    def _resume(self, request: Tracked) -> list[Effect]:
+        if request.resumes >= self.config.max_resumes:
+            return self._end(
+                request, "engine_lost", f"the request was started {request.resumes + 1} times and its replica died"
+            )
+        request.resumes += 1
+        self.resumed += 1
+        request.epoch = (request.epoch[0] + 1, request.epoch[1])
+        return [Dispatch(request.id, frozenset(request.refused_by))]
+
+    def _end(self, request: Tracked, error: str, message: str) -> list[Effect]:
+        del self.requests[request.id]
+        output = {"id": request.id, "epoch": list(request.epoch), "index": len(request.output)}
+        return [Emit(request.id, {**output, "error": error, "message": message})]
