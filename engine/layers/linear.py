@@ -1,0 +1,64 @@
+"""Linear layers whose parameters know how to load themselves and, on CPU, are repacked after loading.
+
+oneDNN reads a bf16 weight laid out in plain rows at a fraction of memory speed when the batch is small: a packed
+weight makes a decode step up to 35 times faster (see benchmarks). Packing replaces the parameter, so only one copy
+stays alive, except where an embedding shares the rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, with W [out_features, in_features]."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        for parameter in self.parameters():
+            parameter.weight_loader = self.load  # type: ignore[attr-defined]
+
+    def load(self, parameter: nn.Parameter, tensor: Tensor, shard: str | None = None) -> None:
+        parameter.copy_(tensor)
+
+    def finish_loading(self) -> None:
+        if can_pack(self.weight):
+            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
+            self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, in_features] -> [T, out_features]."""
+        if self.weight.is_mkldnn:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
+
+
+class MergedLinear(Linear):
+    """Several projections of one input as one product: query, key and value, or gate and up.
+
+    `shards` maps each projection's name in checkpoints to its output size, in output order.
+    """
+
+    def __init__(self, in_features: int, shards: dict[str, int], bias: bool = False):
+        super().__init__(in_features, sum(shards.values()), bias)
+        self.shards = shards
+
+    def load(self, parameter: nn.Parameter, tensor: Tensor, shard: str | None = None) -> None:
+        start = 0
+        for name, size in self.shards.items():
+            if name == shard:
+                parameter[start : start + size].copy_(tensor)
+                return
+            start += size
+        raise KeyError(shard)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies by this weight faster when it is packed."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()

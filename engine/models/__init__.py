@@ -1,0 +1,1 @@
+"""One small file a model family, over the layers of `engine.layers`."""

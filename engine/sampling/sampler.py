@@ -1,0 +1,149 @@
+"""From logits to token ids.
+
+    logits -> log-softmax (logprobs) -> argmax | temperature -> top_k -> top_p -> inverse CDF in vocabulary order
+
+One uniform number a token, a function of (seed, index), picks from the cumulative distribution. Every operation works
+on a row by itself and none sums across a row in an order that depends on the batch, so a row's token does not depend
+on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.sampling.noise import uniform
+from engine.sampling.params import SamplingParams
+
+NUCLEUS_GUESS = 1024  # most nuclei are smaller; finding this many is cheaper than sorting the vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What to do with one row of logits."""
+
+    params: SamplingParams
+    seed: int
+    index: int  # of the token in the output
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log of probabilities, from the raw logits: before temperature, top_k and top_p."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: no token is likelier
+    top: list[tuple[int, float]]  # the likeliest tokens and their logprobs, likeliest first, then by id
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Sampler:
+    def sample(self, logits: Tensor, rows: list[SampleRow]) -> SampleOutput:
+        """One token for each row of logits, float32 [len(rows), vocab]."""
+        ids: list[int] = logits.argmax(-1).tolist()
+        for kind, members in _by_kind(rows, logits.shape[1]).items():
+            picked = _sample(logits[members], [rows[i] for i in members], *kind)
+            for i, token in zip(members, picked, strict=True):
+                ids[i] = token
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        if wanted:
+            counts = [rows[i].params.logprobs or 0 for i in wanted]
+            for i, entry in zip(wanted, token_logprobs(logits[wanted], [ids[i] for i in wanted], counts), strict=True):
+                logprobs[i] = entry
+        return SampleOutput(ids, logprobs)
+
+
+def _by_kind(rows: list[SampleRow], vocab: int) -> dict[tuple[bool, bool], list[int]]:
+    """The rows that are not greedy by what they need: (top_k, top_p)."""
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for i, row in enumerate(rows):
+        params = row.params
+        if not params.greedy:
+            kinds.setdefault((0 < params.top_k < vocab, params.top_p < 1.0), []).append(i)
+    return kinds
+
+
+def _sample(logits: Tensor, rows: list[SampleRow], top_k: bool, top_p: bool) -> list[int]:
+    device = logits.device
+    temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float32, device=device)
+    scores = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    weights = scores.exp()
+    if top_k:
+        counts = torch.tensor([row.params.top_k for row in rows], device=device)
+        best = scores.topk(int(counts.max()), -1).values
+        weights = weights * (scores >= best.gather(1, counts[:, None] - 1))  # tokens tied with the last one stay
+        if top_p:
+            # The best of a row with fewer than the group's largest top_k are followed by ones it excludes
+            best = best.masked_fill(torch.arange(best.shape[1], device=device) >= counts[:, None], -torch.inf)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    if top_p:
+        shares = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64, device=device)
+        wanted = shares * cumulative[:, -1]
+        threshold = _nucleus(best, wanted) if top_k else _open_nucleus(scores, wanted)
+        weights = weights * (scores >= threshold)
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+    return _inverse_cdf(cumulative, rows)
+
+
+def _nucleus(best: Tensor, wanted: Tensor) -> Tensor:
+    """The score of the last token of each nucleus [S, 1]: the fewest best tokens whose weights reach `wanted`.
+
+    `best` holds scores in falling order, `wanted` is float64 [S].
+    """
+    reached = best.exp().cumsum(-1, dtype=torch.float64)
+    size = (reached < wanted[:, None]).sum(-1, keepdim=True).clamp(max=best.shape[1] - 1)
+    return best.gather(1, size)
+
+
+def _open_nucleus(scores: Tensor, wanted: Tensor) -> Tensor:
+    """_nucleus over the whole vocabulary, sorting it only for rows whose nucleus is large."""
+    guess = min(NUCLEUS_GUESS, scores.shape[1])
+    best = scores.topk(guess, -1).values
+    threshold = _nucleus(best, wanted)
+    wide = best.exp().cumsum(-1, dtype=torch.float64)[:, -1] < wanted
+    if wide.any():
+        threshold[wide] = _nucleus(scores[wide].sort(-1, descending=True).values, wanted[wide])
+    return threshold
+
+
+def _inverse_cdf(cumulative: Tensor, rows: list[SampleRow]) -> list[int]:
+    """The first token of each row whose cumulative weight exceeds the row's uniform share of the total."""
+    totals = cumulative[:, -1].tolist()
+    targets = [
+        # u * total may round up to total, which no cumulative weight exceeds
+        min(uniform(row.seed, row.index) * total, math.nextafter(total, 0.0))
+        for row, total in zip(rows, totals, strict=True)
+    ]
+    found = torch.tensor(targets, dtype=torch.float64, device=cumulative.device)[:, None]
+    return torch.searchsorted(cumulative, found, right=True).squeeze(1).tolist()
+
+
+def token_logprobs(logits: Tensor, ids: list[int], counts: list[int]) -> list[TokenLogprobs]:
+    """Logprob and rank of one token of each row of logits [S, vocab], and those of the `counts[i]` likeliest."""
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(ids, device=logits.device)[:, None])
+    ranks = (logprobs > chosen).sum(-1) + 1
+    most = min(max(counts), logits.shape[1])
+    best = logprobs.topk(most, -1).values if most else logprobs[:, :0]
+    entries = []
+    for row, (token, count, logprob, rank) in enumerate(
+        zip(ids, counts, chosen.squeeze(1).tolist(), ranks.tolist(), strict=True)
+    ):
+        top: list[tuple[int, float]] = []
+        if count:
+            # topk leaves open which of several tied tokens it returns: take all down to the last value, by id
+            tied = (logprobs[row] >= best[row, min(count, most) - 1]).nonzero().squeeze(1)
+            values, order = logprobs[row, tied].sort(descending=True, stable=True)
+            top = list(zip(tied[order].tolist(), values.tolist(), strict=True))[:count]
+        entries.append(TokenLogprobs(token, logprob, rank, top))
+    return entries

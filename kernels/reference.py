@@ -1,0 +1,68 @@
+"""The plain definition of every kernel, one loop each: slow, obvious, the oracle of the tests.
+
+Shapes: T tokens, H query heads, K key/value heads (H a multiple of K), D head size. Caches are strided views
+[num_blocks, block_size, K, D] whose last stride is 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store k, v [T, K, D] at slots int64 [T]; a slot of -1 stores nothing."""
+    block_size = k_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            k_cache[slot // block_size, slot % block_size] = k[token]
+            v_cache[slot // block_size, slot % block_size] = v[token]
+
+
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
+    """Causal attention of q [T, H, D] over the cached keys of its own sequence: [T, H, D] of q's dtype."""
+    out = torch.empty_like(q)
+    group = q.shape[1] // k_cache.shape[2]
+    token = 0
+    for sequence, (queries, context) in enumerate(zip(meta.query_lens, meta.context_lens, strict=True)):
+        table = meta.block_tables[sequence].tolist()
+        for position in range(context - queries, context):
+            slots = [(table[at // meta.block_size], at % meta.block_size) for at in range(position + 1)]
+            keys = torch.stack([k_cache[block, offset] for block, offset in slots]).float()
+            values = torch.stack([v_cache[block, offset] for block, offset in slots]).float()
+            for head in range(q.shape[1]):
+                scores = keys[:, head // group] @ q[token, head].float() * scale
+                out[token, head] = (torch.softmax(scores, 0) @ values[:, head // group]).to(q.dtype)
+            token += 1
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, computed in float32, in x's dtype."""
+    wide = x.float()
+    return (wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and x + residual."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate q [T, H, D] and k [T, K, D] by angles whose cos, sin are float32 [T, D / 2]; halves pair up."""
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, -1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(gate) * up of x = [gate | up] [T, 2 I]: [T, I]."""
+    gate, up = x.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
