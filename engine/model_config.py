@@ -99,8 +99,10 @@ class ModelConfig:
         file = GGUFFile(path)
         kind = file.metadata.get("general.architecture")
         if kind not in GGUF_ARCHITECTURES:
-            raise ValueError(f"{path}: architecture {kind} is not supported, known are {', '.join(GGUF_ARCHITECTURES)}")
-        own = {key.removeprefix(f"{kind}."): value for key, value in file.metadata.items() if key.startswith(f"{kind}.")}
+            known = ", ".join(GGUF_ARCHITECTURES)
+            raise ValueError(f"{path}: architecture {kind} is not supported, known are {known}")
+        prefix = f"{kind}."
+        own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
         try:
             hidden, heads = own["embedding_length"], own["attention.head_count"]
             head_dim = own.get("attention.key_length") or own.get("rope.dimension_count") or hidden // heads

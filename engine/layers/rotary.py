@@ -12,6 +12,9 @@ class RotaryEmbedding(nn.Module):
     `factors`, one a frequency, divide the frequencies: how scaled RoPE types reach longer contexts.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, head_dim: int, theta: float, max_positions: int, factors: tuple[float, ...] | None = None):
         super().__init__()
         self.head_dim = head_dim

@@ -51,8 +51,9 @@ def load_model(
         path = path_or_name if isinstance(path_or_name, Path) else resolve_model(path_or_name)
         _load(model, _weights(path, config, load_format, dtype), path, tied=config.tie_word_embeddings)
     for module in model.modules():
-        if hasattr(module, "finish_loading"):
-            module.finish_loading()
+        finish = getattr(module, "finish_loading", None)
+        if finish is not None:
+            finish()
     return model.eval()
 
 
@@ -67,7 +68,7 @@ def _materialise(model: nn.Module, dtype: torch.dtype, device: str) -> None:
                 made[id(parameter)] = empty
             setattr(module, name, made[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=device))
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def _weights(path: Path, config: ModelConfig, load_format: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

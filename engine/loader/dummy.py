@@ -7,7 +7,7 @@ from torch import nn
 
 
 def fill(model: nn.Module, seed: int) -> None:
-    """Weights uniform with variance 1 / fan_in, norms one, biases zero: activations keep their size, logits stay finite.
+    """Weights uniform with variance 1 / fan_in, norms one, biases zero: activations keep their size.
 
     The same seed gives the same weights in every process.
     """

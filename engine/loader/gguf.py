@@ -37,7 +37,10 @@ def iterate(path: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[tup
     names = [name for name in file.tensors if name not in NOT_WEIGHTS]
 
     def read(name: str) -> tuple[str, Tensor]:
-        return hf_name(name), torch.from_numpy(file.read(name, _row_order(name, config))).to(dtype)
+        values = file.read(name, _row_order(name, config))
+        if not values.flags.writeable:  # unquantised: still the file's map, which torch warns of
+            values = values.copy()
+        return hf_name(name), torch.from_numpy(values).to(dtype)
 
     with ThreadPoolExecutor(THREADS) as pool:
         # A few tensors ahead, not all: what is decoded and not yet loaded lies in memory twice.

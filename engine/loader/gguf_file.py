@@ -42,7 +42,7 @@ class GGUFFile:
             self._bytes = np.memmap(self.path, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
-        self._view = memoryview(self._bytes)
+        self._view = memoryview(self._bytes)  # type: ignore[arg-type]
         self._at = 0
         if self._take(4) != MAGIC:
             raise ValueError(f"{path} is not a GGUF file")
@@ -114,4 +114,16 @@ class GGUFFile:
         element, count = self._unpack("IQ")
         if element in SCALARS:
             return list(self._unpack(f"{count}{SCALARS[element]}"))
+        if element == STRING:
+            return self._strings(count)
         return [self._value(element) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """_string, count times: a vocabulary has 100,000, so this loop decides how long opening a file takes."""
+        view, at, length, strings = self._view, self._at, struct.Struct("<Q").unpack_from, []
+        for _ in range(count):
+            end = at + 8 + length(view, at)[0]
+            strings.append(str(view[at + 8 : end], "utf-8"))
+            at = end
+        self._at = at
+        return strings

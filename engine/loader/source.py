@@ -71,8 +71,8 @@ def _hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HFValidationError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
@@ -80,11 +80,11 @@ def _hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except HFValidationError:
-        raise ValueError(f"model {name} is neither a directory, a .gguf file, nor a hub name like owner/model") from None
+        raise ValueError(f"model {name} is neither a directory, a .gguf file nor a hub name (owner/model)") from None
     except GatedRepoError:
         raise ValueError(f"model {name} needs its licence accepted on huggingface.co and HF_TOKEN set") from None
     except RepositoryNotFoundError:
-        raise ValueError(f"model {name} is neither a directory nor on huggingface.co (private ones need HF_TOKEN)") from None
+        raise ValueError(f"model {name} is neither a directory nor on huggingface.co (private: set HF_TOKEN)") from None
     except LocalEntryNotFoundError:
         raise ValueError(f"model {name} is not in the local cache and huggingface.co cannot be reached") from None
     except (HfHubHTTPError, OSError) as error:

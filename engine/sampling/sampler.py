@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.sampling.noise import uniform
 from engine.sampling.params import SamplingParams
+from engine.step import TokenLogprobs
 
 NUCLEUS_GUESS = 1024  # most nuclei are smaller; finding this many is cheaper than sorting the vocabulary
 
@@ -28,16 +29,6 @@ class SampleRow:
     params: SamplingParams
     seed: int
     index: int  # of the token in the output
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural log of probabilities, from the raw logits: before temperature, top_k and top_p."""
-
-    token_id: int
-    logprob: float
-    rank: int  # 1: no token is likelier
-    top: list[tuple[int, float]]  # the likeliest tokens and their logprobs, likeliest first, then by id
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +120,19 @@ def _inverse_cdf(cumulative: Tensor, rows: list[SampleRow]) -> list[int]:
 
 
 def token_logprobs(logits: Tensor, ids: list[int], counts: list[int]) -> list[TokenLogprobs]:
-    """Logprob and rank of one token of each row of logits [S, vocab], and those of the `counts[i]` likeliest."""
+    """Logprob and rank of one token of each row of logits [S, vocab], and the `counts[i]` likeliest tokens."""
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(ids, device=logits.device)[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
     most = min(max(counts), logits.shape[1])
     best = logprobs.topk(most, -1).values if most else logprobs[:, :0]
     entries = []
-    for row, (token, count, logprob, rank) in enumerate(
-        zip(ids, counts, chosen.squeeze(1).tolist(), ranks.tolist(), strict=True)
-    ):
+    for row, (count, logprob, rank) in enumerate(zip(counts, chosen.squeeze(1).tolist(), ranks.tolist(), strict=True)):
         top: list[tuple[int, float]] = []
         if count:
             # topk leaves open which of several tied tokens it returns: take all down to the last value, by id
             tied = (logprobs[row] >= best[row, min(count, most) - 1]).nonzero().squeeze(1)
             values, order = logprobs[row, tied].sort(descending=True, stable=True)
             top = list(zip(tied[order].tolist(), values.tolist(), strict=True))[:count]
-        entries.append(TokenLogprobs(token, logprob, rank, top))
+        entries.append(TokenLogprobs(logprob, rank, top))
     return entries
