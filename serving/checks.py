@@ -50,7 +50,6 @@ def check_plan(plan: Plan) -> Model:
         model = ModelConfig.from_pretrained(path)
     except (ValueError, OSError) as error:
         raise ConfigError(_about_model(config.model, error)) from error
-    _check_architecture(config.model, model)
     if not config.skip_tokenizer_init and path.is_dir() and not any((path / f).exists() for f in TOKENIZER_FILES):
         raise ConfigError(f"--model {config.model}: no tokenizer in {path}, set skip_tokenizer_init to do without one")
     longest = model.max_position_embeddings
@@ -64,18 +63,9 @@ def check_plan(plan: Plan) -> Model:
     return Model(path, model, config.max_model_len or longest, dtype_name(config.dtype, model.dtype))
 
 
-def _check_architecture(name: str, model: ModelConfig) -> None:
-    from engine.models.registry import model_class
-
-    try:
-        model_class(model.architecture)
-    except ValueError as error:
-        raise ConfigError(_about_model(name, error)) from None
-
-
 def _about_model(name: str, error: Exception) -> str:
     message = str(error)
-    return message if name in message else f"--model {name}: {message}"
+    return f"--{message}" if message.startswith(f"model {name} ") else f"--model {name}: {message}"
 
 
 def check_port(host: str, port: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import socket
 from pathlib import Path
@@ -376,3 +377,11 @@ def test_the_readme_names_files_that_exist() -> None:
         assert name in text
         assert (ROOT / name).exists()
     assert yaml.safe_load((ROOT / "configs/smollm2.yaml").read_text())["applications"][0]["args"]["num_replicas"] == 2
+
+
+def test_serve_sees_the_type_of_the_builder_argument() -> None:
+    """Serve reads the annotation itself; as a string it would pass a plain dict unchecked."""
+    from serving.app import build
+
+    (parameter,) = inspect.signature(build).parameters.values()
+    assert parameter.annotation is AppArgs
