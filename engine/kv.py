@@ -18,6 +18,9 @@ from hashlib import blake2b
 
 HASH_BYTES = 16
 
+Hit = tuple[int | None, int | None]
+"""(device block, host slot) of one block of a known prefix; one of the two is set."""
+
 
 def root_hash(salt: str = "") -> bytes:
     """The start of a chain. Different salts (an adapter version, a private request) never share blocks."""
@@ -95,9 +98,9 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def find(self, hashes: Sequence[bytes], tokens: Sequence[int]) -> list[tuple[int | None, int | None]]:
-        """The longest known prefix of a chain, as (device block, host slot) pairs, one of the two set. Changes nothing."""
-        found: list[tuple[int | None, int | None]] = []
+    def find(self, hashes: Sequence[bytes], tokens: Sequence[int]) -> list[Hit]:
+        """The longest known prefix of a chain, one hit a block. Changes nothing."""
+        found: list[Hit] = []
         size = self.block_size
         for i, digest in enumerate(hashes):
             ids = tuple(tokens[i * size : (i + 1) * size])
@@ -112,7 +115,7 @@ class BlockPool:
         return found
 
     def take(
-        self, found: list[tuple[int | None, int | None]], hashes: Sequence[bytes], tokens: Sequence[int]
+        self, found: list[Hit], hashes: Sequence[bytes], tokens: Sequence[int]
     ) -> list[int]:
         """Reference what `find` returned, in order. Host hits get a new block and a swap-in; the room must be there."""
         # Device hits first: a new block for a host hit must not evict a block of this same chain.
@@ -132,7 +135,7 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def room_for(self, found: list[tuple[int | None, int | None]], num_tokens: int) -> int:
+    def room_for(self, found: list[Hit], num_tokens: int) -> int:
         """Blocks left after a request of num_tokens with these hits is fully placed; negative: it does not fit."""
         resting = sum(1 for block, _ in found if block is not None and not self._refs[block])
         device_hits = sum(1 for block, _ in found if block is not None)

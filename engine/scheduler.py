@@ -124,7 +124,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or any(r.status is Status.RUNNING for r in self.running))
+        """Steps are needed: something can run, waits for room, or is reserved and may expire."""
+        return bool(self.waiting or self.reservations or any(r.status is Status.RUNNING for r in self.running))
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -198,6 +199,7 @@ class Scheduler:
 
         Raises Refused when there is no room or a request waits here already (it is older and goes first).
         """
+        self._expire_reservations(self.clock())
         held = self.reservations.get(key)
         more = num_blocks - (len(held.blocks) if held else 0)
         if more > 0:

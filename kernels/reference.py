@@ -46,9 +46,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and x + residual."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
+    """The norm of x + residual in x's dtype, and x + residual in the residual's, as a rule float32."""
+    total = residual + x
+    return rms_norm(total, weight.float(), eps).to(x.dtype), total
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """`build(args)`: the Serve application, for `serve run`, `ferry serve`, `blade_llm_server` and Python."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: Serve reads the type of build's argument as an object.
 
 from typing import Any
 

@@ -84,9 +84,8 @@ async def run(client: EngineClient, sequence: Sequence, metrics: IngressMetrics)
                 last = now
                 metrics.tokens.inc(len(delta.token_ids))
             error = next((o for o in outputs if "error" in o), None)
-            if delta.text or delta.token_ids or delta.finish_reason is not None:
-                if error is None or delta.finish_reason is not None:
-                    yield delta
+            if delta.token_ids or delta.finish_reason is not None:
+                yield delta
             if delta.finish_reason is not None:
                 metrics.finished(delta.finish_reason, now - started)
                 return

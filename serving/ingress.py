@@ -4,11 +4,12 @@ Bodies are parsed from bytes and streams are sent as bytes: FastAPI routes, the 
 OpenAI's shape. A stream's status line waits for its first token, so that a refusal is still an HTTP status.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: FastAPI resolves the types of routes, and cannot inside a Serve class.
 
 import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -24,20 +25,21 @@ from engine.loader.source import resolve_model
 from engine.text.tokenizer import load_tokenizer
 from serving.api import Answer, Api
 from serving.engine_client import EngineClient
+from serving.http import EventStream, error_response, http_exception, read_body
 from serving.ingress_metrics import IngressMetrics
 from serving.logs import configure_logging
 from serving.metrics import families_of, render
 from serving.openai.errors import APIError, internal
 from serving.openai.responses import model_card, model_list
-from serving.openai.streaming import DONE, error_event
 
 logger = logging.getLogger("ferry.ingress")
 
 METRICS_PERIOD_S = 1.0
 MANAGER_TIMEOUT_S = 2.0
-MAX_BODY_BYTES = 32 << 20
 
+# Everything the routes use is defined or imported above the class: Serve pickles the application at its decoration.
 http = FastAPI(title="Ferry", docs_url=None, redoc_url=None, openapi_url=None)
+http.add_exception_handler(HTTPException, http_exception)  # type: ignore[arg-type]
 
 
 @serve.deployment(
@@ -95,6 +97,14 @@ class Ingress:
         """End every request of the application within deadline_s: it is about to be deleted."""
         await self.client.drain_engines(deadline_s)
 
+    async def cluster(self) -> dict[str, Any]:
+        """Every engine with its state, blocks and freeness, as the manager sees them."""
+        return await self.manager.snapshot.remote()
+
+    async def info(self) -> dict[str, Any]:
+        """This ingress: its name towards the engines, its process, its open requests."""
+        return {"name": self.client.name, "pid": os.getpid(), "open": len(self.client.tracker.requests)}
+
     async def health_phase(self) -> str | None:
         """None when requests are served, else what is being waited for."""
         return None if self.client.ready else self.client.phase
@@ -118,7 +128,7 @@ class Ingress:
         try:
             self.api.check_model(name)
         except APIError as error:
-            return _error(error)
+            return error_response(error)
         return JSONResponse(model_card(name, self.created, self.api.max_model_len))
 
     @http.get("/health")
@@ -142,7 +152,7 @@ class Ingress:
         self.metrics.open.inc()
         streaming = False
         try:
-            answer = await handler(await _body(request))
+            answer = await handler(await read_body(request))
             if answer.stream is None:
                 return JSONResponse(await answer.whole(), headers=headers)
             stream = answer.stream()
@@ -154,10 +164,10 @@ class Ingress:
             streaming = True
             return EventStream(first, stream, headers, self.metrics.open.dec)
         except APIError as error:
-            return _error(error, headers)
+            return error_response(error, headers)
         except Exception:
             logger.exception("a request failed")
-            return _error(internal(), headers)
+            return error_response(internal(), headers)
         finally:
             if not streaming:
                 self.metrics.open.dec()
@@ -186,53 +196,3 @@ class Ingress:
                 await asyncio.wait_for(self.manager.metrics.remote(self.client.name, families), MANAGER_TIMEOUT_S)
             except Exception as error:
                 logger.debug("metrics not taken: %s", type(error).__name__)
-
-
-class EventStream(Response):
-    """Server-sent events from an iterator of encoded chunks. While the client is slow, tokens gather upstream."""
-
-    def __init__(
-        self, first: bytes, rest: AsyncGenerator[bytes, None], headers: dict[str, str], on_close: Callable[[], None]
-    ):
-        self.first, self.rest, self.on_close = first, rest, on_close
-        self.status_code, self.background = 200, None
-        self.init_headers({"cache-control": "no-cache", "content-type": "text/event-stream; charset=utf-8", **headers})
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            async with aclosing(self.rest) as rest:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": self.first, "more_body": True})
-                last = DONE
-                try:
-                    async for chunk in rest:
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                except APIError as error:
-                    last = error_event(error)
-                except Exception:
-                    logger.exception("a stream failed")
-                    last = error_event(internal())
-                await send({"type": "http.response.body", "body": last, "more_body": False})
-        finally:
-            self.on_close()
-
-
-def _error(error: APIError, headers: dict[str, str] | None = None) -> Response:
-    return JSONResponse(error.body(), error.status, {**error.headers, **(headers or {})})
-
-
-async def _body(request: Request) -> bytes:
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise APIError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
-@http.exception_handler(HTTPException)
-async def _http_exception(request: Request, error: HTTPException) -> Response:
-    """Unknown paths and methods, in OpenAI's shape."""
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return _error(APIError(error.status_code, message), dict(error.headers or {}))

@@ -50,9 +50,9 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual is added inside the next norm, so a layer returns it beside its output."""
+        """The residual, float32, is added inside the next norm, so a layer returns it beside its output."""
         if residual is None:
-            x, residual = self.input_layernorm(x), x
+            x, residual = self.input_layernorm(x), x.float()
         else:
             x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, cos, sin)

@@ -12,8 +12,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return F.rms_norm(total, (total.shape[-1],), weight, eps), total
+    total = residual + x  # float32: rounding every layer's sum to bfloat16 would cost greedy tokens
+    return F.rms_norm(total, (total.shape[-1],), weight.float(), eps).to(x.dtype), total
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

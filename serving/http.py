@@ -1,0 +1,68 @@
+"""The HTTP shapes of our answers: event streams, errors, bounded bodies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from serving.openai.errors import APIError, internal
+from serving.openai.streaming import DONE, error_event
+
+logger = logging.getLogger("ferry.ingress")
+
+MAX_BODY_BYTES = 32 << 20
+
+
+class EventStream(Response):
+    """Server-sent events from an iterator of encoded chunks. While the client is slow, tokens gather upstream."""
+
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes, None], headers: dict[str, str], on_close: Callable[[], None]
+    ):
+        self.first, self.rest, self.on_close = first, rest, on_close
+        self.status_code, self.background = 200, None
+        self.init_headers({"cache-control": "no-cache", "content-type": "text/event-stream; charset=utf-8", **headers})
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            async with aclosing(self.rest) as rest:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": self.first, "more_body": True})
+                last = DONE
+                try:
+                    async for chunk in rest:
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                except APIError as error:
+                    last = error_event(error)
+                except Exception:
+                    logger.exception("a stream failed")
+                    last = error_event(internal())
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+        finally:
+            self.on_close()
+
+
+def error_response(error: APIError, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse(error.body(), error.status, {**error.headers, **(headers or {})})
+
+
+async def read_body(request: Request) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise APIError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def http_exception(request: Request, error: HTTPException) -> Response:
+    """Unknown paths and methods, in OpenAI's shape."""
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(APIError(error.status_code, message), dict(error.headers or {}))

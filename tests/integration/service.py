@@ -1,0 +1,126 @@
+"""A real service for tests: a private local Ray, Serve on a free loopback port, our application."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+from ray.util import list_named_actors
+
+from serving.app import APP_NAME, build
+from serving.config import AppArgs
+from serving.replica import ACTOR_NAMESPACE
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_cluster(num_cpus: int = 2) -> int:
+    """A private Ray and Serve's proxy; returns the HTTP port."""
+    os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    os.environ.pop("RAY_ADDRESS", None)
+    folder = tempfile.mkdtemp(prefix="ferry-", dir="/tmp")  # short: Ray's sockets live below it
+    ray.init(
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        object_store_memory=150 << 20,
+        _temp_dir=folder,
+        log_to_driver=bool(os.environ.get("FERRY_TEST_LOGS")),
+        namespace="serve",
+    )
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    return port
+
+
+def stop_cluster() -> None:
+    serve.shutdown()
+    ray.shutdown()
+
+
+@dataclass
+class Service:
+    """One running application. `run` puts another one in its place."""
+
+    port: int
+    model: str = ""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def run(self, **options: Any) -> None:
+        args = AppArgs.model_validate({"log_level": "WARNING", "swap_space": 0.05, **options})
+        self.model = args.config.served_model_name[0]
+        serve.run(build(args), name=APP_NAME, route_prefix="/", blocking=False)
+        self.wait_ready()
+
+    def delete(self) -> None:
+        serve.delete(APP_NAME)
+
+    @property
+    def handle(self) -> Any:
+        return serve.get_app_handle(APP_NAME)
+
+    def wait_ready(self, replicas: int | None = None, timeout_s: float = 60.0) -> None:
+        """Until GET /health is 200 and, if asked for, that many engines are ready in the manager's view."""
+        wait_for(lambda: httpx.get(f"{self.url}/health", timeout=5).status_code == 200, timeout_s, "/health 200")
+        if replicas is not None:
+            wait_for(lambda: self.num_ready() == replicas, timeout_s, f"{replicas} ready engines")
+
+    def cluster(self) -> dict[str, Any]:
+        return self.handle.cluster.remote().result(timeout_s=10)
+
+    def num_ready(self) -> int:
+        return sum(replica["state"] == "ready" for replica in self.cluster()["replicas"])
+
+    def engines(self) -> dict[str, Any]:
+        """Engine id -> actor, of the engines alive."""
+        found = {}
+        for entry in list_named_actors(all_namespaces=True):
+            if entry["namespace"] == ACTOR_NAMESPACE and entry["name"].startswith("engine:"):
+                found[entry["name"].removeprefix("engine:")] = ray.get_actor(entry["name"], ACTOR_NAMESPACE)
+        return found
+
+    def snapshots(self) -> dict[str, dict[str, Any]]:
+        """Engine id -> its process id and requests."""
+        actors = self.engines()
+        return dict(zip(actors, ray.get([a.snapshot.remote() for a in actors.values()], timeout=10), strict=True))
+
+    def open_requests(self) -> int:
+        return sum(len(snapshot["requests"]) for snapshot in self.snapshots().values())
+
+    def wait_idle(self, timeout_s: float = 30.0) -> None:
+        """No engine has a request, and all blocks are free."""
+        wait_for(lambda: self.open_requests() == 0, timeout_s, "no open requests")
+
+        def all_free() -> bool:
+            blocks = [r["blocks"] for r in self.cluster()["replicas"] if r["state"] == "ready"]
+            return all(b["free"] == b["total"] for b in blocks)
+
+        wait_for(all_free, timeout_s, "free blocks == total blocks")
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Seconds until the condition held; AssertionError after timeout_s."""
+    started = time.monotonic()
+    last: Exception | None = None
+    while time.monotonic() - started < timeout_s:
+        try:
+            if condition():
+                return time.monotonic() - started
+        except Exception as error:  # the thing waited for may not exist yet
+            last = error
+        time.sleep(0.05)
+    raise AssertionError(f"no {what} within {timeout_s:g} s ({last!r})")
