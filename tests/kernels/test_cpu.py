@@ -89,12 +89,12 @@ def test_attention_tiles_long_chunks(monkeypatch):
 
 
 def test_decodes_are_grouped_by_length(monkeypatch):
-    meta, _ = batch([1] * 5, [4, 64, 60, 5, 16], 4, 60)
+    meta, _ = batch([1] * 5, [4, 64, 60, 5, 17], 4, 60)
     groups = attention_module._make_groups(meta, 2)
     assert [torch.arange(5)[group.rows].tolist() for group in groups] == [[1, 2], [4], [0, 3]]
     monkeypatch.setattr(attention_module, "GATHER_TOKENS", 64)
     assert len(attention_module._make_groups(meta, 2)) == 4
-    check_attention([1] * 5, [4, 64, 60, 5, 16], 4, 2, 16, 4)
+    check_attention([1] * 5, [4, 64, 60, 5, 17], 4, 2, 16, 4)
 
 
 def test_groups_follow_the_metadata():
@@ -159,12 +159,12 @@ def test_offsets_beyond_two_to_the_31():
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_elementwise(dtype):
-    x, residual, weight = randn(7, 48, dtype=dtype), randn(7, 48, dtype=dtype, seed=1), randn(48, dtype=dtype, seed=2)
+    x, residual, weight = randn(7, 48, dtype=dtype), randn(7, 48, seed=1), randn(48, dtype=dtype, seed=2)
     same = lambda a, b: torch.testing.assert_close(a, b, **TOLERANCE[dtype])  # noqa: E731
     same(dispatch.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     inputs = (x, residual, weight, 1e-5)
     for ours, plain in zip(dispatch.add_rms_norm(*inputs), reference.add_rms_norm(*inputs)):
-        same(ours, plain)
+        torch.testing.assert_close(ours, plain, **TOLERANCE[dtype])
     same(dispatch.silu_mul(x), reference.silu_mul(x))
     angles = randn(7, 8) * 100
     inputs = (randn(7, 6, 16, dtype=dtype), randn(7, 2, 16, dtype=dtype), angles.cos(), angles.sin())
