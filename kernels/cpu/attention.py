@@ -39,7 +39,7 @@ class _Group:
     rows: slice | Tensor  # their rows of q
     pages: Tensor  # int64 [N * K * B]: (block, kv head) pairs, see _gather
     heads: Tensor  # int64 [N * K * B]
-    hidden: Tensor  # bool [N, 1, 1, C]: past the end of the context
+    mask: Tensor  # float32 [N, 1, 1, C]: -inf past the end of the context, else 0
     padding: Tensor  # int64: rows of [N * K * C] past the end of the context
 
 
@@ -84,7 +84,7 @@ def _make_group(meta: AttentionMetadata, rows: list[int], kv_heads: int) -> _Gro
         rows=slice(rows[0], rows[-1] + 1) if whole else index,
         pages=tables[:, None, :].expand(shape).reshape(-1),
         heads=torch.arange(kv_heads, device=device)[None, :, None].expand(shape).reshape(-1),
-        hidden=hidden[:, None, None, :],
+        mask=torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)[:, None, None, :],
         padding=hidden[:, None, :].expand(len(rows), kv_heads, -1).reshape(-1).nonzero().squeeze(-1),
     )
 
@@ -107,16 +107,16 @@ def _gather(cache: Tensor, pages: Tensor, heads: Tensor) -> Tensor:
 
 
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _Group, scale: float) -> Tensor:
-    """q [N, H, D] of a group, one token each: [N, H, D]."""
+    """q [N, H, D] of a group, one token each: [N, H, D]. Heads that share a kv head run as its query rows."""
     count, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
-    keys = _gather(k_cache, group.pages, group.heads).view(count, kv_heads, -1, dim)
-    values = _gather(v_cache, group.pages, group.heads)
-    values.index_fill_(0, group.padding, 0)  # never written memory may hold NaN, and 0 * NaN is NaN
-    grouped = q.reshape(count, kv_heads, heads // kv_heads, dim)
-    scores = torch.matmul(grouped, keys.transpose(-1, -2)).float().mul_(scale)
-    weights = scores.masked_fill_(group.hidden, -torch.inf).softmax(-1).to(q.dtype)
-    return torch.matmul(weights, values.view(count, kv_heads, -1, dim)).view(count, heads, dim)
+    keys, values = (_gather(cache, group.pages, group.heads) for cache in (k_cache, v_cache))
+    for padded in (keys, values):
+        padded.index_fill_(0, group.padding, 0)  # never written memory may hold NaN, which no mask hides
+    keys, values = (padded.view(count, kv_heads, -1, dim) for padded in (keys, values))
+    rows = q.reshape(count, kv_heads, heads // kv_heads, dim)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask.to(q.dtype), scale=scale)
+    return out.reshape(count, heads, dim)
 
 
 def _chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, sequence: int, scale: float) -> Tensor:
