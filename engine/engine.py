@@ -69,7 +69,7 @@ class Engine:
         self.seed = seed
         self.compat_key = compat_key
         self.max_logprobs = max_logprobs
-        self.steps = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self.steps = self.generated_tokens = 0
         self.step_seconds = 0.0
         self.last_step_tokens = 0  # 0: there was nothing that could run
 
@@ -147,9 +147,8 @@ class Engine:
         return self.scheduler.reserve(key, num_blocks)
 
     def write_reserved(self, key: str, first: int, data: np.ndarray) -> None:
-        """Put slabs into reserved blocks [first, first + len(data)). Raises KeyError once the promise has expired."""
-        blocks = self.scheduler.reservations[key].blocks[first : first + len(data)]
-        self.executor.write_blocks(blocks, data)
+        """Put slabs into reserved blocks [first, first + len(data)). Raises scheduler.Refused without that promise."""
+        self.executor.write_blocks(self.scheduler.fill(key, first, len(data)), data)
 
     def cancel_reservation(self, key: str) -> None:
         self.scheduler.cancel_reservation(key)
@@ -183,8 +182,8 @@ class Engine:
             queued_prefill_tokens=partial + sum(len(r.tokens) for r in waiting),
             steps=self.steps,
             preemptions=scheduler.preemptions,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
             generated_tokens=self.generated_tokens,
             evictions=pool.evictions,
             step_seconds=self.step_seconds,
@@ -194,9 +193,6 @@ class Engine:
     def _measure(self, plan: StepPlan, result: StepResult) -> None:
         self.steps += 1
         self.generated_tokens += len(result.sampled)
-        for start in plan.starts:
-            self.prompt_tokens += start.num_prompt
-            self.cached_tokens += self.scheduler.requests[start.id].cached_tokens
         self.step_seconds = _average(self.step_seconds, result.seconds)
         copies = len(plan.swap_out) + len(plan.swap_in)
         if copies:

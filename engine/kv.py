@@ -141,14 +141,18 @@ class BlockPool:
         device_hits = sum(1 for block, _ in found if block is not None)
         return self.available - resting - (self.blocks_for(num_tokens) - device_hits)
 
-    def allocate(self, count: int) -> list[int]:
-        """Blocks with one reference each. Raises RuntimeError when fewer than count are available."""
+    def allocate(self, count: int, spill: bool = True) -> list[int]:
+        """Blocks with one reference each. Raises RuntimeError when fewer than count are available.
+
+        Without `spill` no evicted contents go to the host tier: for blocks that are written before the next plan, which
+        would copy them too late.
+        """
         if count > len(self._free):
             raise RuntimeError(f"{count} KV blocks wanted, {len(self._free)} available")
         blocks = []
         for _ in range(count):
             block, _none = self._free.popitem(last=False)
-            self._forget(block)
+            self._forget(block, spill)
             self._refs[block] = 1
             blocks.append(block)
         return blocks
@@ -210,7 +214,7 @@ class BlockPool:
             self.cached -= 1
         self._refs[block] += 1
 
-    def _forget(self, block: int) -> None:
+    def _forget(self, block: int, spill: bool) -> None:
         known = self._known.pop(block, None)
         if known is None:
             return
@@ -218,7 +222,7 @@ class BlockPool:
         del self._by_hash[digest]
         self.cached -= 1
         self.evictions += 1
-        if self.keep_evicted:
+        if self.keep_evicted and spill:
             slot = self.host.put(digest, tokens)
             if slot is not None:
                 self.swap_out.append((block, slot))

@@ -38,7 +38,7 @@ def plan_memory(
     else:
         share = config.max_gpu_memory_utilization * (limit if limit is not None else memory_limit_bytes())
         room = int(share / config.num_replicas) - model_bytes - step_bytes
-        useful = config.max_num_seqs * longest // fmt.block_size * block
+        useful = config.max_num_seqs * -(-longest // fmt.block_size) * block
         count = min(room, CPU_DEFAULT_BYTES, useful) // block
         reason = f"max_gpu_memory_utilization {config.max_gpu_memory_utilization:g}"
     if count < 1:

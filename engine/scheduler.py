@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.kv import BlockPool, block_hash, root_hash
 from engine.request import Epoch, Request, Status
@@ -66,6 +66,7 @@ class Event:
 class Reservation:
     blocks: list[int]
     expires: float
+    written: set[int] = field(default_factory=set)  # indices of the blocks whose KV has arrived
 
 
 class Scheduler:
@@ -80,6 +81,7 @@ class Scheduler:
         self.running: list[Request] = []  # both sorted by _key
         self.reservations: dict[str, Reservation] = {}
         self.preemptions = 0
+        self.prompt_tokens = self.cached_tokens = 0  # totals, counted when a request is first admitted
         self.swap_seconds_per_block = 0.0  # measured; 0 until the first swap, which makes SWAP the first guess
         self.prefill_seconds_per_token = 0.0
         self._orders = 0
@@ -100,8 +102,9 @@ class Scheduler:
         limit = self.max_length
         if not request.tokens:
             raise ValueError("the prompt is empty")
-        if len(request.tokens) >= limit and not request.output:
-            raise ValueError(f"the prompt has {len(request.tokens)} tokens, at most {limit - 1} fit")
+        if len(request.tokens) >= limit:
+            what = "prompt and the tokens so far have" if request.output else "prompt has"
+            raise ValueError(f"the {what} {len(request.tokens)} tokens, at most {limit - 1} fit")
         if len(self.waiting) >= self.config.max_num_queued:
             raise QueueFull(f"{len(self.waiting)} requests are queued, the limit is {self.config.max_num_queued}")
         self._orders += 1
@@ -199,19 +202,31 @@ class Scheduler:
 
         Raises Refused when there is no room or a request waits here already (it is older and goes first).
         """
-        self._expire_reservations(self.clock())
+        now = self.clock()
+        self._expire_reservations(now)
         held = self.reservations.get(key)
         more = num_blocks - (len(held.blocks) if held else 0)
-        if more > 0:
+        if held is None or more > 0:
             if self.waiting:
                 raise Refused(f"{len(self.waiting)} older requests are waiting")
-            if held is None and len(self.running) + len(self.reservations) >= self.config.max_num_seqs:
+            if held is None and not self._seats:
                 raise Refused(f"all {self.config.max_num_seqs} seats are taken")
             if more > self.pool.available:
                 raise Refused(f"{more} blocks wanted, {self.pool.available} available")
-        blocks = (held.blocks if held else []) + (self.pool.allocate(more) if more > 0 else [])
-        self.reservations[key] = Reservation(blocks, self.clock() + self.config.reservation_s)
-        return list(blocks)
+        if held is None:
+            held = self.reservations[key] = Reservation([], now)
+        # They are written before the next plan could save what they held.
+        held.blocks += self.pool.allocate(max(0, more), spill=False)
+        held.expires = now + self.config.reservation_s
+        return list(held.blocks)
+
+    def fill(self, key: str, first: int, count: int) -> list[int]:
+        """Reserved blocks [first, first + count), whose KV is written now. Raises Refused without that promise."""
+        reservation = self.reservations.get(key)
+        if reservation is None or first + count > len(reservation.blocks):
+            raise Refused(f"blocks [{first}, {first + count}) are not reserved for {key}")
+        reservation.written.update(range(first, first + count))
+        return reservation.blocks[first : first + count]
 
     def cancel_reservation(self, key: str) -> None:
         reservation = self.reservations.pop(key, None)
@@ -229,29 +244,31 @@ class Scheduler:
             if here.epoch >= epoch:
                 return here
             raise Refused(f"request {record.id} is here with the older epoch {here.epoch}")
-        request = record
-        request.epoch = epoch
-        self._orders += 1
-        request.order = self._orders
+        if not 0 <= computed < len(record.tokens) < self.max_length:
+            raise Refused(
+                f"request {record.id} has {len(record.tokens)} tokens, {computed} of them computed; fewer than "
+                f"{self.max_length} fit"
+            )
         if key is None or computed == 0:
-            request.computed = 0
-            self.requests[request.id] = request
-            self._enqueue(request)
-            return request
+            if key is not None:
+                self.cancel_reservation(key)
+            self._take_in(record, epoch)
+            self._enqueue(record)
+            return record
         reservation = self.reservations.get(key)
         needed = self.pool.blocks_for(computed)
-        if reservation is None or len(reservation.blocks) < needed:
-            raise Refused(f"no reservation of {needed} blocks for request {record.id}")
+        if reservation is None or not reservation.written.issuperset(range(needed)):
+            raise Refused(f"the KV of request {record.id} is not here: {needed} blocks must be reserved and written")
         del self.reservations[key]
-        request.blocks = reservation.blocks[:needed]
+        self._take_in(record, epoch)
+        record.blocks = reservation.blocks[:needed]
         self.pool.release(reservation.blocks[needed:])
-        request.computed = computed
-        request.status = Status.RUNNING
-        request.started = True
-        self.requests[request.id] = request
-        bisect.insort(self.running, request, key=self._key)
-        self._register(request)
-        return request
+        record.computed = computed
+        record.status = Status.RUNNING
+        record.started = True
+        bisect.insort(self.running, record, key=self._key)
+        self._register(record)
+        return record
 
     def give_up(self, request_id: str) -> Request | None:
         """Let go of a request that another engine owns now. Its full blocks stay as prefix cache."""
@@ -262,6 +279,16 @@ class Scheduler:
     def _key(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.config.policy == "priority" else 0, request.order)
 
+    @property
+    def _seats(self) -> int:
+        """Sequences that may still join the batch; a reservation has its seat already."""
+        return max(0, self.config.max_num_seqs - len(self.running) - len(self.reservations))
+
+    def _take_in(self, request: Request, epoch: Epoch) -> None:
+        self._orders += 1
+        request.order, request.epoch = self._orders, epoch
+        self.requests[request.id] = request
+
     def _enqueue(self, request: Request) -> None:
         request.status = Status.WAITING
         bisect.insort(self.waiting, request, key=self._key)
@@ -269,7 +296,7 @@ class Scheduler:
     def _admit(self, budget: int, now: float, starts: list[SequenceStart], work: list[Work]) -> None:
         """Move waiting requests to running while budget, seats and blocks last; strictly in order."""
         size = self.pool.block_size
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs and self._prompt_due(now):
+        while self.waiting and budget > 0 and self._seats and self._prompt_due(now):
             request = self.waiting[0]
             # The newest position is always computed: its logits are what the step is for.
             hashes = self._hashes(request)[: (len(request.tokens) - 1) // size]
@@ -289,7 +316,9 @@ class Scheduler:
             request.registered = len(found)
             if not request.started:
                 request.started = True
-                request.cached_tokens = request.computed
+                request.cached_tokens = min(request.computed, len(request.prompt))
+                self.prompt_tokens += len(request.prompt)
+                self.cached_tokens += request.cached_tokens
             request.status = Status.RUNNING
             bisect.insort(self.running, request, key=self._key)
             new = self._extend(request, request.computed + count)
@@ -422,6 +451,7 @@ class Scheduler:
         owned = [r.blocks for r in self.running] + [r.blocks for r in self.reservations.values()]
         self.pool.check(owned)
         assert all(not r.blocks for r in self.waiting)
+        assert len(self.running) + len(self.reservations) <= self.config.max_num_seqs
         assert set(self.requests) == {r.id for r in self.running + self.waiting}
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=self._key)
