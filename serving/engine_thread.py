@@ -41,16 +41,17 @@ class EngineThread(threading.Thread):
         self.stats: EngineStats | None = None  # a snapshot at most STATS_AGE_S old while stepping
         self._stats_at = 0.0
         self._step_started: float | None = None  # monotonic; None between steps
+        self._over = threading.Event()  # nothing runs any more
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any] | None] | None] = queue.SimpleQueue()
 
     def post(self, call: Callable[[], Any]) -> None:
         """Run `call` between steps; nobody waits for it."""
-        self._inbox.put((call, None))
+        self._put(call, None)
 
     async def call(self, call: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-        """Run `call` between steps and await its result."""
+        """Run `call` between steps and await its result. Raises RuntimeError once the engine is over."""
         future: Future[Any] = Future()
-        self._inbox.put((call, future))
+        self._put(call, future)
         return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
 
     def stop(self) -> None:
@@ -62,6 +63,15 @@ class EngineThread(threading.Thread):
         return 0.0 if started is None else time.monotonic() - started
 
     def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            self._over.set()
+            self._refuse_rest()
+
+    def _run(self) -> None:
+        if not self.ready.set_running_or_notify_cancel():
+            return
         try:
             engine = self._build()
         except BaseException as error:
@@ -75,6 +85,21 @@ class EngineThread(threading.Thread):
             self.failure = error
             logger.exception("the engine failed")
             self.on_failure(error)
+
+    def _put(self, call: Callable[[], Any], future: Future[Any] | None) -> None:
+        self._inbox.put((call, future))
+        if self._over.is_set():
+            self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """Whoever still waits learns at once that nothing runs any more."""
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None and item[1] is not None and item[1].set_running_or_notify_cancel():
+                item[1].set_exception(RuntimeError("the engine is not running any more"))
 
     def _loop(self, engine: Engine) -> None:
         stuck = False  # there is work, but none of it can run (all of it is held)
@@ -103,13 +128,15 @@ class EngineThread(threading.Thread):
                 return False
             wait = False
             call, future = item
+            if future is not None and not future.set_running_or_notify_cancel():
+                continue  # whoever asked has given up
             try:
                 result = call()
             except Exception as error:
                 if future is None:
                     logger.exception("a call between steps failed")
-                elif not future.cancelled():
+                else:
                     future.set_exception(error)
             else:
-                if future is not None and not future.cancelled():
+                if future is not None:
                     future.set_result(result)

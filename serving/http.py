@@ -22,12 +22,10 @@ MAX_BODY_BYTES = 32 << 20
 class EventStream(Response):
     """Server-sent events from an iterator of encoded chunks. While the client is slow, tokens gather upstream."""
 
-    def __init__(
-        self, first: bytes, rest: AsyncGenerator[bytes, None], headers: dict[str, str], on_close: Callable[[], None]
-    ):
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], on_close: Callable[[], None]):
         self.first, self.rest, self.on_close = first, rest, on_close
         self.status_code, self.background = 200, None
-        self.init_headers({"cache-control": "no-cache", "content-type": "text/event-stream; charset=utf-8", **headers})
+        self.init_headers({"cache-control": "no-cache", "content-type": "text/event-stream; charset=utf-8"})
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:

@@ -148,13 +148,12 @@ class Ingress:
     # -- inside -------------------------------------------------------------------------------------------------
 
     async def _respond(self, handler: Callable[[bytes], Awaitable[Answer]], request: Request) -> Response:
-        headers = {"X-Request-Id": given} if (given := request.headers.get("x-request-id")) else {}
         self.metrics.open.inc()
         streaming = False
         try:
             answer = await handler(await read_body(request))
             if answer.stream is None:
-                return JSONResponse(await answer.whole(), headers=headers)
+                return JSONResponse(await answer.whole())
             stream = answer.stream()
             try:
                 first = await anext(stream)
@@ -162,12 +161,12 @@ class Ingress:
                 await stream.aclose()
                 raise
             streaming = True
-            return EventStream(first, stream, headers, self.metrics.open.dec)
+            return EventStream(first, stream, self.metrics.open.dec)
         except APIError as error:
-            return error_response(error, headers)
+            return error_response(error)
         except Exception:
             logger.exception("a request failed")
-            return error_response(internal(), headers)
+            return error_response(internal())
         finally:
             if not streaming:
                 self.metrics.open.dec()

@@ -54,13 +54,13 @@ class Outboxes:
                 table.pop(request_id, None)
 
     def push(self, name: str, outputs: Iterable[Output], now: float) -> None:
-        """Queue outputs for an ingress; those of requests it no longer wants are dropped."""
+        """Queue outputs for an ingress; those of requests it no longer wants, or has submitted anew, are dropped."""
         client = self.clients.get(name)
         if client is None:
             return
         for output in outputs:
             request_id = output["id"]
-            if request_id not in client.open:
+            if request_id not in client.open or output["epoch"] < client.open[request_id]:
                 continue
             client.pending.append(output)
             client.history[request_id].append(output)

@@ -50,8 +50,7 @@ class Reporter:
             except Exception as error:  # down, restarting or slow
                 logger.debug("no answer from the manager: %s", type(error).__name__)
                 known = False
-            if known:
-                await asyncio.sleep(MIN_INTERVAL_S)
+            await asyncio.sleep(MIN_INTERVAL_S)
             try:
                 await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S - MIN_INTERVAL_S)
             except TimeoutError:

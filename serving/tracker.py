@@ -5,7 +5,8 @@ A pure state machine: every call takes the time and returns effects; the ingress
 - Ownership is (request, epoch), epoch = (resume, move). Only the tracker raises resume. It takes tokens of the highest
   epoch it has seen, and aborts an engine that shows a lower one.
 - A token is accepted when its index equals the cursor, whatever its epoch: equal positions hold equal tokens. Lower
-  indices are repeats, a higher one is a gap, which is asked for again.
+  indices are repeats, a higher one is a gap, which is asked for again, a bounded number of times.
+- Errors count only from the owner: what another engine says of a request that it gave up or refused is old.
 - Every request ends in exactly one terminal effect: a finish reason or a typed error.
 - A lost engine first means looking: for a moment another engine may announce the request (it moved). Then the request
   is started again from its prompt and the tokens so far, a bounded number of times.
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.request import Epoch
-from serving.messages import DRAINED, DRAINING, FAILED, QUEUE_FULL, RETRY_ELSEWHERE, Output, is_terminal
+from serving.messages import DRAINED, DRAINING, FAILED, QUEUE_FULL, RETRY_ELSEWHERE, UNKNOWN, Output, is_terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class TrackerConfig:
     look_s: float = 0.2  # one report period: how long a moved request may take to announce itself
     no_engine_s: float = 30.0  # how long a request waits for an engine to appear
     replay_s: float = 1.0  # a gap is asked for again after this long
+    max_replays: int = 3  # without an answer; then the request is started again
+    settle_s: float = 1.0  # an engine that has just been sent a request may not know it yet
 
 
 @dataclass
@@ -91,7 +94,10 @@ class Tracked:
     full: bool = False  # the last refusal was for a full queue
     retry_at: float | None = None  # looking, or waiting for an engine to appear
     waiting_since: float | None = None
+    owned_at: float = 0.0  # when `engine` became the owner
+    ahead: int = 0  # the owner has shown outputs up to this index; beyond the cursor: a gap
     replay_at: float = 0.0
+    replays: int = 0  # in vain
 
 
 class Tracker:
@@ -115,8 +121,7 @@ class Tracker:
         request = self.requests.get(request_id)
         if request is None:
             return []
-        request.engine = engine
-        request.retry_at = request.waiting_since = None
+        self._own(request, engine, request.epoch, now)
         request.full = False
         message = {
             "id": request.id,
@@ -194,6 +199,8 @@ class Tracker:
                     effects += self._resume(request)
                 else:
                     effects.append(Dispatch(request.id, frozenset(request.refused_by)))
+            elif request.engine is not None and request.ahead > len(request.output):
+                effects += self._fill_gap(request, request.engine, now)
         return effects
 
     def cursors(self, engine: str) -> dict[str, int]:
@@ -203,45 +210,65 @@ class Tracker:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _output(self, request: Tracked, engine: str, epoch: Epoch, output: Output, now: float) -> list[Effect]:
+        if output.get("error") == UNKNOWN:
+            # No epoch goes with it. Every renewal repeats it, so one that overtook a submission can be ignored.
+            settled = now - request.owned_at >= self.config.settle_s
+            return self._refused(request, engine, output, now) if engine == request.engine and settled else []
+        if epoch < request.epoch or (epoch == request.epoch and request.engine not in (None, engine)):
+            return self._from_another(request, engine, epoch, output)
         effects: list[Effect] = []
-        if epoch < request.epoch:
-            # An engine that was given up, or whose request has moved on: it must not go on computing.
-            effects = [] if is_terminal(output) else [Abort(engine, request.id, epoch)]
-            if output["index"] == len(request.output):
-                effects += self._accept(request, output)
-                if request.id not in self.requests and request.engine is not None:
-                    effects.append(Abort(request.engine, request.id, request.epoch))
-            return effects
-        if epoch > request.epoch or engine != request.engine:
+        if engine != request.engine or epoch != request.epoch:
             # The owner speaks, perhaps for the first time after a move.
-            if request.engine is not None and request.engine != engine and epoch > request.epoch:
+            if request.engine is not None and engine != request.engine:
                 effects.append(Abort(request.engine, request.id, request.epoch))
-            request.epoch, request.engine = epoch, engine
-            request.retry_at = request.waiting_since = None
-            return effects + self._from_owner(request, engine, output, now)
-        return self._from_owner(request, engine, output, now)
+            self._own(request, engine, epoch, now)
+        return effects + self._from_owner(request, engine, output, now)
+
+    def _own(self, request: Tracked, engine: str, epoch: Epoch, now: float) -> None:
+        request.engine, request.epoch, request.owned_at = engine, epoch, now
+        request.retry_at = request.waiting_since = None
+        request.ahead = request.replays = 0
+        request.replay_at = 0.0
+
+    def _from_another(self, request: Tracked, engine: str, epoch: Epoch, output: Output) -> list[Effect]:
+        """An engine that was given up, or whose request has moved on: it must not go on computing."""
+        effects: list[Effect] = [] if is_terminal(output) else [Abort(engine, request.id, epoch)]
+        if output["index"] == len(request.output):
+            effects += self._accept(request, output)
+            if request.id not in self.requests and request.engine is not None:
+                effects.append(Abort(request.engine, request.id, request.epoch))
+        return effects
 
     def _from_owner(self, request: Tracked, engine: str, output: Output, now: float) -> list[Effect]:
-        error = output.get("error")
-        if error is not None:
-            return self._refused(request, engine, error, output, now)
-        if output["index"] > len(request.output):
-            if now < request.replay_at:
-                return []
-            request.replay_at = now + self.config.replay_s
-            return [Replay(engine, request.id, len(request.output))]
-        return self._accept(request, output) if output["index"] == len(request.output) else []
+        if "error" in output:
+            return self._refused(request, engine, output, now)
+        index = output["index"]
+        request.ahead = max(request.ahead, index + 1)
+        if index > len(request.output):
+            return self._fill_gap(request, engine, now)
+        return self._accept(request, output) if index == len(request.output) else []
+
+    def _fill_gap(self, request: Tracked, engine: str, now: float) -> list[Effect]:
+        if now < request.replay_at:
+            return []
+        if request.replays >= self.config.max_replays:
+            request.engine = None
+            return [Abort(engine, request.id, request.epoch), *self._resume(request)]
+        request.replays += 1
+        request.replay_at = now + self.config.replay_s
+        return [Replay(engine, request.id, len(request.output))]
 
     def _accept(self, request: Tracked, output: Output) -> list[Effect]:
         if "token" not in output:
             return []
         request.output.append(output["token"])
-        request.replay_at = 0.0
+        request.replay_at, request.replays = 0.0, 0
         if is_terminal(output):
             del self.requests[request.id]
         return [Emit(request.id, output)]
 
-    def _refused(self, request: Tracked, engine: str, error: str, output: Output, now: float) -> list[Effect]:
+    def _refused(self, request: Tracked, engine: str, output: Output, now: float) -> list[Effect]:
+        error = output["error"]
         request.engine = None
         if error in (QUEUE_FULL, DRAINING):  # it was never accepted there: no new epoch is needed
             request.refused_by.add(engine)

@@ -7,7 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -51,23 +51,31 @@ def stop_cluster() -> None:
 
 @dataclass
 class Service:
-    """One running application. `run` puts another one in its place."""
+    """The application under test. `ensure` starts it, and keeps it while the options stay the same."""
 
     port: int
-    model: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def run(self, **options: Any) -> None:
-        args = AppArgs.model_validate({"log_level": "WARNING", "swap_space": 0.05, **options})
-        self.model = args.config.served_model_name[0]
-        serve.run(build(args), name=APP_NAME, route_prefix="/", blocking=False)
-        self.wait_ready()
+    @property
+    def model(self) -> str:
+        return "tiny"
 
-    def delete(self) -> None:
-        serve.delete(APP_NAME)
+    def ensure(self, **options: Any) -> Service:
+        """The application with these options, all its engines ready and idle."""
+        if options != self.options:
+            if self.options:
+                serve.delete(APP_NAME)
+            defaults = {"served_model_name": ["tiny"], "log_level": "WARNING", "swap_space": 0.05, "threads": 1}
+            args = AppArgs.model_validate({**defaults, "num_cpus_per_replica": 1, **options})
+            serve.run(build(args), name=APP_NAME, route_prefix="/", blocking=False)
+            self.options = options
+        self.wait_ready(replicas=options.get("num_replicas", 1))
+        self.wait_idle()
+        return self
 
     @property
     def handle(self) -> Any:

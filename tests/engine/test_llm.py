@@ -1,0 +1,253 @@
+"""Offline generation against transformers: the same greedy tokens, however the work is cut and batched."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from engine.config import ConfigError
+from tests.models import make_llama, make_qwen3
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (make_llama, {}),
+    "llama, wide heads, 7:1": (
+        make_llama,
+        {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24, "hidden_size": 56},
+    ),
+    "llama, tied": (make_llama, {"tie_word_embeddings": True}),
+    "qwen3": (make_qwen3, {}),
+    "qwen3, narrow heads, tied": (make_qwen3, {"head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3, 7:1": (make_qwen3, {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 32}),
+}
+
+
+def mixed_prompts(count: int, longest: int = 150) -> list[list[int]]:
+    source = random.Random(3)
+    return [[source.randrange(4, 250) for _ in range(source.randrange(1, longest))] for _ in range(count)]
+
+
+def reference(path: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """transformers' greedy tokens in float32, each prompt alone."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        whole = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(whole[0, len(prompt) :].tolist())
+    return outputs
+
+
+def make(path: Path, **options: Any) -> LLM:
+    defaults = {"dtype": "float32", "kv_cache_memory_bytes": 32 << 20, "swap_space": 0.01, "threads": 1}
+    return LLM(str(path), **{**defaults, **options})
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_tokens_equal_transformers(shape: str, tmp_path: Path) -> None:
+    maker, overrides = SHAPES[shape]
+    path = maker(tmp_path, **overrides)
+    prompts = mixed_prompts(32)
+    llm = make(path, max_num_batched_tokens=64, max_num_seqs=32)
+    assert tokens_of(llm, prompts) == reference(path, prompts, 24)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path) -> list[list[int]]:
+    return tokens_of(make(tiny_llama, enable_prefix_caching=False, max_num_seqs=1, max_num_batched_tokens=512), PROMPTS)
+
+
+COMMON = [7] * 40
+PROMPTS = [COMMON + prompt for prompt in mixed_prompts(12, 60)] + mixed_prompts(4)
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+    {"enable_prefix_caching": False},
+    {"block_size": 8},
+    {"block_size": 64},
+    {"num_gpu_blocks_override": 24, "kv_cache_memory_bytes": None, "preempt_strategy": "RECOMPUTE"},
+    {"num_gpu_blocks_override": 24, "kv_cache_memory_bytes": None, "preempt_strategy": "SWAP"},
+    {"num_gpu_blocks_override": 24, "kv_cache_memory_bytes": None, "preempt_strategy": "AUTO"},
+    {"num_gpu_blocks_override": 24, "kv_cache_memory_bytes": None, "prompt_cache_enable_swap": True},
+    {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+    {"scheduling_policy": "priority", "max_num_seqs": 3},
+    {"scheduler_delay_factor": 0.5},
+    {"threads": 2},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
+def test_tokens_do_not_depend_on_how_they_are_scheduled(
+    options: dict[str, Any], tiny_llama: Path, expected: list[list[int]]
+) -> None:
+    llm = make(tiny_llama, **options)
+    assert tokens_of(llm, PROMPTS) == expected
+    llm.engine.scheduler.check()
+    assert llm.engine.scheduler.pool.available == llm.engine.scheduler.pool.total
+    stats = llm.engine.stats()
+    if "num_gpu_blocks_override" in options:
+        assert stats.preemptions > 0
+    if options.get("preempt_strategy") == "SWAP":
+        assert llm.engine.scheduler.pool.host.slots
+
+
+def test_preemption_by_swap_brings_blocks_back_from_the_host(tiny_llama: Path, expected: list[list[int]]) -> None:
+    llm = make(tiny_llama, num_gpu_blocks_override=24, kv_cache_memory_bytes=None, preempt_strategy="SWAP")
+    copied: list[int] = []
+    swap_in = llm.engine.executor.kv.swap_in  # type: ignore[attr-defined]
+    llm.engine.executor.kv.swap_in = lambda copies: (copied.append(len(copies)), swap_in(copies))  # type: ignore
+    assert tokens_of(llm, PROMPTS) == expected
+    assert sum(copied) > 0
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(tiny_llama: Path) -> None:
+    llm = make(tiny_llama)
+    prompt = mixed_prompts(1)[0] + COMMON * 2
+    first = llm.generate(prompt, GREEDY)[0]
+    second = llm.generate(prompt, GREEDY)[0]
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_seeded_tokens_do_not_depend_on_batch_mates(tiny_llama: Path) -> None:
+    params = [SamplingParams(temperature=1.2, top_k=50, top_p=0.9, seed=i, max_tokens=20) for i in range(len(PROMPTS))]
+    together = tokens_of(make(tiny_llama), PROMPTS, params)
+    alone = make(tiny_llama, max_num_seqs=1, max_num_batched_tokens=100)
+    assert [tokens_of(alone, [p], [s])[0] for p, s in zip(PROMPTS, params, strict=True)] == together
+    assert len({tuple(tokens) for tokens in together}) == len(together)
+
+
+def test_results_are_what_users_know(tiny_llama: Path) -> None:
+    llm = make(tiny_llama)
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=True)
+    by_text, by_ids, by_dict = (
+        llm.generate(prompt, params)[0]
+        for prompt in ("hello ferry", llm.tokenizer.encode("hello ferry"), {"prompt_token_ids": [5, 6, 7]})  # type: ignore
+    )
+    assert by_text.prompt == "hello ferry" and by_ids.prompt is None
+    assert by_text.prompt_token_ids == by_ids.prompt_token_ids
+    assert by_text.outputs[0].token_ids == by_ids.outputs[0].token_ids
+    assert by_dict.prompt_token_ids == [5, 6, 7]
+    completion = by_text.outputs[0]
+    assert completion.finish_reason == "length" and len(completion.token_ids) == 6
+    assert completion.text == llm.tokenizer.decode(completion.token_ids)  # type: ignore[union-attr]
+    assert completion.logprobs is not None and len(completion.logprobs) == 6
+    for token, entries in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entries[token].rank == 1 and len(entries) == 2
+
+
+def test_stop_tokens_and_eos_end_a_sequence(tiny_llama: Path) -> None:
+    llm = make(tiny_llama)
+    free = llm.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))[0].outputs[0]
+    stop = free.token_ids[4]
+    cut = llm.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(stop,)))[0].outputs[0]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+def test_token_ids_in_and_out_without_a_tokenizer(tiny_llama: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in tiny_llama.iterdir():
+        if "token" not in file.name:
+            (bare / file.name).symlink_to(file)
+    llm = make(bare, skip_tokenizer_init=True)
+    output = llm.generate([5, 6, 7], GREEDY)[0].outputs[0]
+    assert len(output.token_ids) == 24 and output.text == ""
+    with pytest.raises(ValueError, match="skip_tokenizer_init"):
+        llm.generate("text", GREEDY)
+
+
+def test_dummy_weights_need_no_weight_files(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
+    llm = make(tmp_path, load_format="dummy", skip_tokenizer_init=True)
+    assert len(llm.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids) == 24
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_model_len": 4096}, "max_model_len is 4096"),
+        ({"kv_cache_memory_bytes": 1000}, "no KV block"),
+        ({"max_model_len": 512, "kv_cache_memory_bytes": 40_000}, "KV cache holds"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}, "chunked prefill"),
+        ({"max_model_lenn": 5}, "max_model_len"),
+    ],
+)
+def test_start_up_errors_are_one_line(options: dict[str, Any], sentence: str, tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match=sentence) as error:
+        make(tiny_llama, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_prompts_that_cannot_run_are_refused_before_anything_runs(tiny_llama: Path) -> None:
+    llm = make(tiny_llama, max_model_len=64)
+    for prompt, sentence in (([], "0 tokens"), ([5] * 64, "64 tokens"), ([5, 10**6], "vocabulary")):
+        with pytest.raises(ValueError, match=sentence):
+            llm.generate([[1, 2], prompt], GREEDY)
+        assert not llm.engine.scheduler.requests
+
+
+def test_the_demo_model_speaks_like_transformers() -> None:
+    """SmolLM2 from its GGUF, dequantised to float32: 64 greedy tokens on 20 prompts."""
+    from transformers import AutoModelForCausalLM
+
+    from engine.loader.source import resolve_model
+
+    path = resolve_model("demo:smollm2")
+    llm = LLM("demo:smollm2", dtype="float32", kv_cache_memory_bytes=256 << 20, swap_space=0, threads=1)
+    assert llm.tokenizer is not None
+    prompts = [llm.tokenizer.encode(text) for text in DEMO_PROMPTS]
+    ours = tokens_of(llm, prompts, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    for module in model.modules():  # transformers takes another epsilon than the file's
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1e-5
+    for prompt, tokens in zip(prompts, ours, strict=True):
+        # One forward pass over prompt and output: token i is greedy iff it is the argmax at the position before it.
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
+
+
+DEMO_PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, there was a little",
+    "def fibonacci(n):",
+    "Water boils at",
+    "The quick brown fox",
+    "In 1969, humans first",
+    "1, 2, 3, 4,",
+    "Dear Sir or Madam,",
+    "The three primary colours are",
+    "To bake bread you need",
+    "Photosynthesis is the process by which",
+    "Roses are red,",
+    "The opposite of hot is",
+    "SELECT name FROM users WHERE",
+    "My favourite book is",
+    "The largest planet in the solar system",
+    "A haiku about rain:",
+    "Translate to French: good morning",
+    "The square root of 144 is",
+    "Shakespeare wrote many plays, including",
+]
