@@ -63,8 +63,13 @@ def freeness(report: LoadReport) -> float:
 
 
 def dispatch_freeness(report: LoadReport, booked_blocks: int = 0, booked: int = 0) -> float:
-    """F for choosing where a new request goes: it would queue behind everything that waits or is on its way."""
+    """F for choosing where a new request goes: it would queue behind everything that waits or is on its way.
+
+    Below 0 it is the tokens owed, not divided by the batch: a long queue must not look better for being long.
+    """
     virtual = report.waiting_blocks + booked_blocks
+    if virtual > report.free_blocks:
+        return float((report.free_blocks - virtual) * report.block_size)
     return _freeness(report, virtual, report.running + report.waiting + booked)
 
 

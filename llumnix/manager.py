@@ -33,13 +33,16 @@ class ClusterView:
         report = LoadReport.from_message(message)
         self.reports += 1
         member = self.members.get(report.engine)
-        actor = message.get("actor") or (member.actor if member else None)
+        if member is not None:
+            known = member.report
+            if (report.incarnation, report.sequence) <= (known.incarnation, known.sequence):
+                self.stale_reports += 1
+                return {"v": 1, "known": True}
+        actor = message.get("actor")
+        if actor is None and member is not None and member.report.incarnation == report.incarnation:
+            actor = member.actor
         if actor is None:
             return {"v": 1, "known": False}
-        newest = (member.report.incarnation, member.report.sequence) if member else (0.0, -1)
-        if (report.incarnation, report.sequence) <= newest:
-            self.stale_reports += 1
-            return {"v": 1, "known": True}
         self.members[report.engine] = Member(report, actor, now)
         self.version += 1
         return {"v": 1, "known": True}

@@ -42,6 +42,8 @@ class Outboxes:
     def opened(self, name: str, request_id: str, epoch: list[int], now: float) -> None:
         """An ingress submitted a request (again, with a higher epoch, after a resume)."""
         client = self.seen(name, now)
+        if epoch < client.open.get(request_id, epoch):
+            return  # overtaken by a newer life
         client.open[request_id] = epoch
         client.history[request_id] = []
         client.ended.pop(request_id, None)
@@ -77,15 +79,23 @@ class Outboxes:
         return taken
 
     def acknowledge(self, name: str, cursors: dict[str, int], now: float) -> list[str]:
-        """A lease renewal: drop what the ingress has; returns the requests it expects here that are not here."""
+        """A lease renewal: drop what the ingress has, repeat ends that it should have had for long.
+
+        Returns the requests it expects here that are not here.
+        """
         client = self.seen(name, now)
         for request_id, history in client.history.items():
             cursor = cursors.get(request_id)
             if cursor is not None:
                 client.history[request_id] = [o for o in history if o["index"] >= cursor or o["index"] < 0]
         for request_id, when in list(client.ended.items()):
-            if request_id not in cursors and now - when > self.lease_s:
+            if now - when <= self.lease_s:
+                continue
+            if request_id not in cursors:
                 self.closed(name, request_id)
+            else:  # its end was lost with a stream: nothing that follows would show the gap
+                client.ended[request_id] = now
+                client.pending += client.history[request_id]
         return [request_id for request_id in cursors if request_id not in client.history]
 
     def replay(self, name: str, cursors: dict[str, int], now: float) -> list[Output]:

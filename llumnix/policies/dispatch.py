@@ -23,12 +23,16 @@ def choose_engine(
     exclude: Collection[str] = (),
     step_timeout_s: float = 60.0,
 ) -> str | None:
-    """The ready engine with the highest F for a request of num_tokens, or None; also when all F are negative:
-    requests queue at engines, never in the middle. Ties go to the engine with fewer requests, then by name.
+    """The ready engine with the highest F for a request of num_tokens, also when all F are negative: requests queue at
+    engines, never in the middle. Ties go to the engine with fewer requests, then by name.
+
+    None if no engine is ready that could ever hold the request.
     """
     best: tuple[float, int, str] | None = None
     for name, report in reports.items():
         if report.state != READY or name in exclude or report.stalled_s > step_timeout_s:
+            continue
+        if 0 < report.max_model_len <= num_tokens:
             continue
         mine = booked.get(name, Booked())
         need = -(-num_tokens // report.block_size)

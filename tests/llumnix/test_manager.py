@@ -1,0 +1,127 @@
+"""The manager's view of the cluster, rebuilt from reports alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llumnix.load import DRAINING, READY, LoadReport
+from llumnix.manager import GONE_S, SUSPECT_S, ClusterView
+
+
+def message(engine: str = "e", incarnation: float = 1.0, sequence: int = 1, **rest: Any) -> dict[str, Any]:
+    actor = rest.pop("actor", "handle")
+    found = LoadReport(engine, incarnation, sequence, state=rest.pop("state", READY), **rest).to_message()
+    return {**found, "actor": actor} if actor is not None else found
+
+
+def shown(view: ClusterView, engine: str = "e") -> dict[str, Any]:
+    return view.view(0.0)["engines"][engine]
+
+
+def test_an_engine_must_introduce_itself_once() -> None:
+    view = ClusterView()
+    assert view.on_report(message(actor=None), 0.0) == {"v": 1, "known": False}
+    assert view.view(0.0)["engines"] == {}
+    assert view.on_report(message(sequence=2), 0.0)["known"]
+    assert view.on_report(message(sequence=3, actor=None, running=4), 0.0)["known"]
+    assert shown(view)["actor"] == "handle" and shown(view)["report"]["running"] == 4
+
+
+def test_the_newest_report_wins_whatever_the_order() -> None:
+    view = ClusterView()
+    for sequence in (2, 1, 5, 3, 5):
+        view.on_report(message(sequence=sequence, running=sequence), 0.0)
+    assert shown(view)["report"]["running"] == 5
+    assert (view.reports, view.stale_reports) == (5, 3)
+
+
+def test_a_new_incarnation_beats_any_sequence_of_the_old_one() -> None:
+    view = ClusterView()
+    view.on_report(message(incarnation=1.0, sequence=900, running=9), 0.0)
+    view.on_report(message(incarnation=2.0, sequence=1, running=1, actor="new"), 0.0)
+    view.on_report(message(incarnation=1.0, sequence=901, running=9), 0.0)
+    assert shown(view)["report"]["running"] == 1 and shown(view)["actor"] == "new"
+
+
+def test_a_new_incarnation_does_not_inherit_the_dead_ones_actor() -> None:
+    view = ClusterView()
+    view.on_report(message(incarnation=1.0), 0.0)
+    assert view.on_report(message(incarnation=2.0, actor=None), 0.0) == {"v": 1, "known": False}
+    assert shown(view)["report"]["incarnation"] == 1.0
+
+
+def test_a_stale_report_is_no_sign_of_life() -> None:
+    view = ClusterView()
+    view.on_report(message(sequence=5), 0.0)
+    view.on_report(message(sequence=4), 9.0)
+    view.tick(GONE_S + 0.1)
+    assert view.view(0.0)["engines"] == {}
+
+
+def test_every_change_raises_the_version_and_nothing_else_does() -> None:
+    view = ClusterView()
+    versions = [view.version]
+    for change in (
+        lambda: view.on_report(message(sequence=1), 0.0),
+        lambda: view.on_report(message(sequence=2), 0.0),
+        lambda: view.on_gone("e"),
+    ):
+        change()
+        versions.append(view.version)
+    assert len(set(versions)) == 4
+    for nothing in (
+        lambda: view.on_gone("e"),
+        lambda: view.tick(100.0),
+        lambda: view.on_report(message(engine="x", actor=None), 0.0),
+    ):
+        nothing()
+        assert view.version == versions[-1]
+
+
+def test_silent_engines_become_suspect_and_then_leave() -> None:
+    view = ClusterView()
+    view.on_report(message("a"), 0.0)
+    view.on_report(message("b", state=DRAINING), 5.0)
+    assert [r["state"] for r in view.snapshot(SUSPECT_S)["replicas"]] == [READY, DRAINING]
+    assert [r["state"] for r in view.snapshot(SUSPECT_S + 0.1)["replicas"]] == ["suspect", DRAINING]
+    view.tick(GONE_S)
+    assert set(view.members) == {"a", "b"}
+    view.tick(GONE_S + 0.1)
+    assert set(view.members) == {"b"}
+
+
+def test_an_engine_that_left_comes_back_with_its_next_report() -> None:
+    view = ClusterView()
+    view.on_report(message(sequence=7), 0.0)
+    view.on_gone("e")
+    assert not view.on_report(message(sequence=8, actor=None), 1.0)["known"]
+    assert view.on_report(message(sequence=9), 1.0)["known"]
+
+
+def test_a_restarted_manager_fills_from_reports_of_any_sequence() -> None:
+    view = ClusterView()
+    view.on_report(message("a", sequence=1234), 0.0)
+    view.on_report(message("b", sequence=1, incarnation=0.5), 0.0)
+    assert set(view.view(0.0)["engines"]) == {"a", "b"}
+
+
+def test_unknown_keys_of_newer_engines_are_ignored() -> None:
+    view = ClusterView()
+    view.on_report({**message(), "colour": "blue", "v": 2}, 0.0)
+    assert "colour" not in shown(view)["report"]
+
+
+def test_view_and_snapshot_tell_silence_and_load() -> None:
+    view = ClusterView(started=100.0)
+    view.on_report(
+        message(total_blocks=100, free_blocks=60, cached_blocks=10, running=4, waiting=1, head_blocks=20), 103.0
+    )
+    assert view.view(105.0)["engines"]["e"]["silent_s"] == 2.0
+    snapshot = view.snapshot(105.0)
+    assert snapshot["manager"] == {"version": 1, "uptime_s": 5.0}
+    replica = snapshot["replicas"][0]
+    assert replica["blocks"] == {"total": 100, "free": 60, "cached": 10}
+    assert replica["freeness"] == (60 - 20) * 16 / 4
+    assert (replica["running"], replica["waiting"], replica["id"]) == (4, 1, "e")
+    json.dumps(snapshot, allow_nan=False)
