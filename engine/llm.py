@@ -101,7 +101,7 @@ class LLM:
         try:
             while left:
                 # The queue is bounded for servers; a script's prompts wait here instead.
-                while todo and len(self.engine.scheduler.waiting) < self.engine.scheduler.config.max_num_queued:
+                while todo and not self.engine.scheduler.queue_full:
                     output, wanted = todo.pop()
                     self.engine.add_request(output.request_id, output.prompt_token_ids, wanted)
                 for event in self.engine.step():

@@ -105,7 +105,7 @@ class Scheduler:
         if len(request.tokens) >= limit:
             what = "prompt and the tokens so far have" if request.output else "prompt has"
             raise ValueError(f"the {what} {len(request.tokens)} tokens, at most {limit - 1} fit")
-        if len(self.waiting) >= self.config.max_num_queued:
+        if self.queue_full:
             raise QueueFull(f"{len(self.waiting)} requests are queued, the limit is {self.config.max_num_queued}")
         self._orders += 1
         request.order = self._orders
@@ -124,6 +124,11 @@ class Scheduler:
     def max_length(self) -> int:
         """Tokens the longest sequence may have: prompt and output."""
         return min(self.config.max_model_len, self.pool.total * self.pool.block_size)
+
+    @property
+    def queue_full(self) -> bool:
+        """A new request is refused. Those that the next step has a seat for do not count as queued."""
+        return len(self.waiting) - self._seats >= self.config.max_num_queued
 
     @property
     def has_work(self) -> bool:

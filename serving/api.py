@@ -100,8 +100,8 @@ class Api:
 
     def _check(self, request: CommonRequest) -> None:
         self.check_model(request.model)
-        if request.stop and self.tokenizer is None:
-            raise bad_request("stop strings need a tokenizer, and skip_tokenizer_init is set", "stop")
+        if self.tokenizer is None:
+            _check_ids_only(request)
         if not self.client.ready:
             raise unavailable(f"no replica is ready: {self.client.phase}", 2.0)
 
@@ -169,15 +169,8 @@ class Api:
         async with aclosing(run_all(self.client, sequences, self.metrics)) as deltas:
             async for delta in deltas:
                 gathered[delta.index].add(delta)
-        make = responses.chat_choice if chat else responses.completion_choice
         choices = [
-            make(
-                self._echo(request, sequence) + choice.text,
-                choice.finish_reason,
-                index=sequence.index,
-                logprobs=self._logprobs(request, choice.token_ids, choice.logprobs, choice.offsets, chat),
-            )
-            for sequence, choice in zip(sequences, gathered, strict=True)
+            self._choice(request, sequence, choice, chat) for sequence, choice in zip(sequences, gathered, strict=True)
         ]
         usage = responses.usage(
             sum(len(sequence.prompt) for sequence in sequences),
@@ -186,6 +179,17 @@ class Api:
         )
         finish = responses.chat_completion if chat else responses.text_completion
         return finish(request_id, created, request.model, choices, usage)
+
+    def _choice(self, request: CommonRequest, sequence: Sequence, choice: Choice, chat: bool) -> dict[str, Any]:
+        if self.tokenizer is None:
+            return responses.token_choice(choice.token_ids, choice.finish_reason, index=sequence.index)
+        make = responses.chat_choice if chat else responses.completion_choice
+        return make(
+            self._echo(request, sequence) + choice.text,
+            choice.finish_reason,
+            index=sequence.index,
+            logprobs=self._logprobs(request, choice.token_ids, choice.logprobs, choice.offsets, chat),
+        )
 
     async def _stream(
         self, request: CommonRequest, sequences: list[Sequence], request_id: str, created: int, chat: bool
@@ -204,6 +208,9 @@ class Api:
                 usage = None
                 if request.continuous_usage:
                     usage = responses.usage(prompt_tokens, completion_tokens, sum(cached.values()))
+                if self.tokenizer is None and isinstance(events, CompletionStream):
+                    yield events.ids(delta.token_ids, delta.finish_reason, index=delta.index, usage=usage)
+                    continue
                 event = b""
                 text = delta.text
                 if delta.index not in opened:
@@ -239,3 +246,13 @@ class Api:
             return ""
         prompt = request.prompt[sequence.index]
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def _check_ids_only(request: CommonRequest) -> None:
+    """Without a tokenizer there are only ids. Raises APIError 400 for what needs text."""
+    if request.stop:
+        raise bad_request("stop strings need a tokenizer, and skip_tokenizer_init is set", "stop")
+    if request.alternatives() is not None:
+        raise bad_request("logprobs need a tokenizer, and skip_tokenizer_init is set", "logprobs")
+    if isinstance(request, CompletionRequest) and request.echo:
+        raise bad_request("echo needs a tokenizer, and skip_tokenizer_init is set", "echo")

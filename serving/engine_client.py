@@ -30,6 +30,7 @@ BOOKING_S = 0.3  # a report sent after this long shows the request
 TICK_S = 0.05
 RENEW_S = 1.0
 VIEW_TIMEOUT_S = 5.0
+CLOSE_MARGIN_S = 0.3  # engines end their requests first
 CUT_RETRY_S = 2.0  # when an engine whose stream was cut may be tried again
 
 
@@ -69,12 +70,16 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         """At least one engine takes requests and finishes its steps."""
+        if self.tracker.closes_at is not None:
+            return False
         limit = self.config.step_timeout_s
         return any(link.report.state == READY and link.report.stalled_s <= limit for link in self.links.values())
 
     @property
     def phase(self) -> str:
         """What the engines are doing while none is ready."""
+        if self.tracker.closes_at is not None:
+            return "shutting down"
         return "; ".join(sorted(set(self.starting.values()))) or "waiting for a replica"
 
     @property
@@ -107,9 +112,12 @@ class EngineClient:
             self._carry_out(self.tracker.cancel(request_id))
 
     async def drain_engines(self, deadline_s: float) -> None:
-        """Ask every engine to end its requests within deadline_s (the application is going away)."""
-        calls = [link.actor.drain.remote(deadline_s) for link in self.links.values()]
-        await asyncio.gather(*calls, return_exceptions=True)
+        """Ask every engine to end its requests within deadline_s: the application is going away. Whatever happens to
+        an engine meanwhile, every request has its end a moment later."""
+        self._carry_out(self.tracker.close(time.monotonic() + deadline_s + CLOSE_MARGIN_S))
+        calls = [asyncio.ensure_future(link.actor.drain.remote(deadline_s)) for link in self.links.values()]
+        if calls:
+            await asyncio.wait(calls, timeout=deadline_s + 2 * CLOSE_MARGIN_S)
 
     # -- effects ------------------------------------------------------------------------------------------------
 

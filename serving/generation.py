@@ -172,7 +172,7 @@ def api_error(output: Output) -> APIError:
             return bad_request(message)
         case "timeout":
             return APIError(504, message, type="timeout_error", code="timeout")
-        case "no_engine" | "engine_lost":
+        case "no_engine" | "engine_lost" | messages.CLOSING:
             return unavailable(message, RETRY_AFTER_S)
         case _:
             return internal()

@@ -28,6 +28,7 @@ DRAINING = "draining"  # the engine takes no new requests
 DRAINED = "drained"  # the engine is going away and its time is up
 UNKNOWN = "unknown"  # the engine has never heard of the request, or forgot it
 FAILED = "engine_failed"
+CLOSING = "closing"  # said by the ingress: the whole application is going away
 RETRY_ELSEWHERE = frozenset({LEASE, DRAINING, DRAINED, UNKNOWN, FAILED})
 
 

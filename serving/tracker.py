@@ -10,6 +10,7 @@ A pure state machine: every call takes the time and returns effects; the ingress
 - Every request ends in exactly one terminal effect: a finish reason or a typed error.
 - A lost engine first means looking: for a moment another engine may announce the request (it moved). Then the request
   is started again from its prompt and the tokens so far, a bounded number of times.
+- Once the application is closing there is no elsewhere: a request that would need another engine ends at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.request import Epoch
-from serving.messages import DRAINED, DRAINING, FAILED, QUEUE_FULL, RETRY_ELSEWHERE, UNKNOWN, Output, is_terminal
+from serving.messages import (
+    CLOSING,
+    DRAINED,
+    DRAINING,
+    FAILED,
+    QUEUE_FULL,
+    RETRY_ELSEWHERE,
+    UNKNOWN,
+    Output,
+    is_terminal,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +119,14 @@ class Tracker:
         self.config = config or TrackerConfig()
         self.requests: dict[str, Tracked] = {}
         self.resumed = 0  # for metrics
+        self.closes_at: float | None = None  # the application is going away: when the last request ends
 
     def start(
         self, request_id: str, prompt: list[int], params: dict[str, Any], priority: int, deadline: float
     ) -> list[Effect]:
         """A new request. `deadline` is when it ends with error `timeout` at the latest."""
-        self.requests[request_id] = Tracked(request_id, prompt, params, priority, deadline)
-        return [Dispatch(request_id, frozenset())]
+        request = self.requests[request_id] = Tracked(request_id, prompt, params, priority, deadline)
+        return self._dispatch(request)
 
     def assigned(self, request_id: str, engine: str, now: float) -> list[Effect]:
         """The answer to Dispatch: this engine."""
@@ -188,20 +200,28 @@ class Tracker:
     def tick(self, now: float) -> list[Effect]:
         """To be called several times a second: deadlines, resumes that are due, and engines to wait for."""
         effects: list[Effect] = []
+        closed = self.closes_at is not None and now >= self.closes_at
         for request in list(self.requests.values()):
-            if now >= request.deadline:
+            if closed or now >= request.deadline:
                 if request.engine is not None:
                     effects.append(Abort(request.engine, request.id, request.epoch))
-                effects += self._end(request, "timeout", "the request took longer than the longest allowed")
+                late = "the request took longer than the longest allowed"
+                effects += self._end_closing(request) if closed else self._end(request, "timeout", late)
             elif request.retry_at is not None and now >= request.retry_at:
                 request.retry_at = None
                 if request.waiting_since is None:
                     effects += self._resume(request)
                 else:
-                    effects.append(Dispatch(request.id, frozenset(request.refused_by)))
+                    effects += self._dispatch(request)
             elif request.engine is not None and request.ahead > len(request.output):
                 effects += self._fill_gap(request, request.engine, now)
         return effects
+
+    def close(self, until: float) -> list[Effect]:
+        """The application is going away: nothing starts or resumes any more, and everything ends by `until`."""
+        self.closes_at = until
+        lost = [request for request in self.requests.values() if request.engine is None]
+        return [effect for request in lost for effect in self._end_closing(request)]
 
     def cursors(self, engine: str) -> dict[str, int]:
         """Request id -> next index, of the requests an engine owns: the acknowledgement in a lease renewal."""
@@ -214,11 +234,10 @@ class Tracker:
             # No epoch goes with it. Every renewal repeats it, so one that overtook a submission can be ignored.
             settled = now - request.owned_at >= self.config.settle_s
             return self._refused(request, engine, output, now) if engine == request.engine and settled else []
-        if epoch < request.epoch or (epoch == request.epoch and request.engine not in (None, engine)):
+        if epoch < request.epoch or (epoch == request.epoch and engine != request.engine):
             return self._from_another(request, engine, epoch, output)
         effects: list[Effect] = []
-        if engine != request.engine or epoch != request.epoch:
-            # The owner speaks, perhaps for the first time after a move.
+        if epoch > request.epoch:  # it has moved, and its new owner speaks for the first time
             if request.engine is not None and engine != request.engine:
                 effects.append(Abort(request.engine, request.id, request.epoch))
             self._own(request, engine, epoch, now)
@@ -231,8 +250,12 @@ class Tracker:
         request.replay_at = 0.0
 
     def _from_another(self, request: Tracked, engine: str, epoch: Epoch, output: Output) -> list[Effect]:
-        """An engine that was given up, or whose request has moved on: it must not go on computing."""
-        effects: list[Effect] = [] if is_terminal(output) else [Abort(engine, request.id, epoch)]
+        """An engine that was lost, or whose request has moved on: its tokens count, but it must not go on computing.
+
+        While the request looks for its owner, the lost engine may bring tokens; it is stopped once there is another.
+        """
+        looking = request.engine is None and epoch == request.epoch
+        effects: list[Effect] = [] if looking or is_terminal(output) else [Abort(engine, request.id, epoch)]
         if output["index"] == len(request.output):
             effects += self._accept(request, output)
             if request.id not in self.requests and request.engine is not None:
@@ -270,10 +293,10 @@ class Tracker:
     def _refused(self, request: Tracked, engine: str, output: Output, now: float) -> list[Effect]:
         error = output["error"]
         request.engine = None
-        if error in (QUEUE_FULL, DRAINING):  # it was never accepted there: no new epoch is needed
+        if error in (QUEUE_FULL, DRAINING):  # it was never accepted there: this is no resume
             request.refused_by.add(engine)
             request.full = error == QUEUE_FULL
-            return [Dispatch(request.id, frozenset(request.refused_by))]
+            return self._submit_anew(request)
         if error in RETRY_ELSEWHERE:
             if error in (DRAINED, FAILED):
                 request.refused_by.add(engine)
@@ -281,14 +304,28 @@ class Tracker:
         return self._end(request, error, output.get("message", ""))
 
     def _resume(self, request: Tracked) -> list[Effect]:
+        if self.closes_at is not None:
+            return self._end_closing(request)
         if request.resumes >= self.config.max_resumes:
             return self._end(
                 request, "engine_lost", f"the request was started {request.resumes + 1} times and its replica died"
             )
         request.resumes += 1
         self.resumed += 1
+        return self._submit_anew(request)
+
+    def _submit_anew(self, request: Tracked) -> list[Effect]:
+        """Every submission has an epoch of its own, so that nothing late of an earlier one is taken for its."""
         request.epoch = (request.epoch[0] + 1, request.epoch[1])
+        return self._dispatch(request)
+
+    def _dispatch(self, request: Tracked) -> list[Effect]:
+        if self.closes_at is not None:
+            return self._end_closing(request)
         return [Dispatch(request.id, frozenset(request.refused_by))]
+
+    def _end_closing(self, request: Tracked) -> list[Effect]:
+        return self._end(request, CLOSING, "the service is shutting down")
 
     def _end(self, request: Tracked, error: str, message: str) -> list[Effect]:
         del self.requests[request.id]

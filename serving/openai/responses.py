@@ -40,6 +40,11 @@ def completion_choice(
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
+def token_choice(token_ids: list[int], finish_reason: str, *, index: int = 0) -> dict[str, Any]:
+    """A completion's choice where there is no tokenizer; token_ids is vLLM's addition."""
+    return {**completion_choice("", finish_reason, index=index), "token_ids": token_ids}
+
+
 def chat_completion(
     id: str, created: int, model: str, choices: Sequence[dict[str, Any]], usage: dict[str, Any]
 ) -> dict[str, Any]:

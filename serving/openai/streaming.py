@@ -92,6 +92,17 @@ class CompletionStream(_Stream):
         """The next text; empty only beside a finish_reason or logprobs. usage: under continuous_usage_stats."""
         return self._chunk(index, f'"text":{encode_basestring_ascii(text)}', finish_reason, logprobs, usage)
 
+    def ids(
+        self,
+        token_ids: list[int],
+        finish_reason: str | None = None,
+        *,
+        index: int = 0,
+        usage: dict[str, Any] | None = None,
+    ) -> bytes:
+        """The next tokens where there is no tokenizer; token_ids is vLLM's addition."""
+        return self._chunk(index, f'"text":"","token_ids":{_dumps(token_ids)}', finish_reason, None, usage)
 
-def _dumps(value: dict[str, Any]) -> str:
+
+def _dumps(value: dict[str, Any] | list[int]) -> str:
     return json.dumps(value, separators=(",", ":"))

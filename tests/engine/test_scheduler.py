@@ -145,6 +145,20 @@ def test_the_queue_has_a_limit_that_counts_only_what_waits() -> None:
     assert {e.request.id for e in run(engine) if e.finish_reason} == {"a", "c", "d"}
 
 
+def test_requests_that_have_a_seat_do_not_count_as_queued() -> None:
+    engine = make_engine(max_num_queued=0, max_num_seqs=2)
+    add(engine, "a", 3, 8)
+    add(engine, "b", 3, 8)  # both before the first step
+    with pytest.raises(QueueFull):
+        add(engine, "c", 3)
+    engine.step()
+    with pytest.raises(QueueFull):
+        add(engine, "c", 3)
+    engine.abort("a")
+    add(engine, "c", 3)
+    assert {e.request.id for e in run(engine) if e.finish_reason} == {"b", "c"}
+
+
 def test_max_queue_time_ends_what_never_started() -> None:
     clock = Clock()
     engine = make_engine(clock=clock, max_queue_time_s=10.0, max_num_seqs=1)

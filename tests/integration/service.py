@@ -6,7 +6,8 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,15 +68,23 @@ class Service:
     def ensure(self, **options: Any) -> Service:
         """The application with these options, all its engines ready and idle."""
         if options != self.options:
-            if self.options:
-                serve.delete(APP_NAME)
-            defaults = {"served_model_name": ["tiny"], "log_level": "WARNING", "swap_space": 0.05, "threads": 1}
-            args = AppArgs.model_validate({**defaults, "num_cpus_per_replica": 1, **options})
-            serve.run(build(args), name=APP_NAME, route_prefix="/", blocking=False)
-            self.options = options
+            self.delete()
+            self.update(**options)
         self.wait_ready(replicas=options.get("num_replicas", 1))
         self.wait_idle()
         return self
+
+    def update(self, **options: Any) -> None:
+        """Deploy these options over what runs; returns when Serve says that the application runs."""
+        defaults = {"served_model_name": ["tiny"], "log_level": "WARNING", "swap_space": 0.05, "threads": 1}
+        args = AppArgs.model_validate({**defaults, "num_cpus_per_replica": 1, **options})
+        self.options = options
+        serve.run(build(args), name=APP_NAME, route_prefix="/", blocking=False)
+
+    def delete(self) -> None:
+        if self.options:
+            serve.delete(APP_NAME)
+        self.options = {}
 
     @property
     def handle(self) -> Any:
@@ -105,6 +114,35 @@ class Service:
         """Engine id -> its process id and requests."""
         actors = self.engines()
         return dict(zip(actors, ray.get([a.snapshot.remote() for a in actors.values()], timeout=10), strict=True))
+
+    @contextmanager
+    def paced(self, seconds: float) -> Iterator[None]:
+        """Every step of the engines takes at least this long."""
+
+        def slow(actor: Any) -> None:
+            import time
+
+            runner = actor.engine.executor
+            execute = type(runner).execute
+            runner.execute = lambda plan: (time.sleep(seconds), execute(runner, plan))[1]
+
+        def restore(actor: Any) -> None:
+            actor.engine.executor.__dict__.pop("execute", None)
+
+        self.inside(slow)
+        try:
+            yield
+        finally:
+            self.inside(restore)
+
+    def inside(self, call: Callable[[Any], Any]) -> dict[str, Any]:
+        """Run a function in every engine's process with its EngineActor; results by engine id.
+
+        It must be a nested function: those of modules are looked up there by name.
+        """
+        actors = self.engines()
+        results = ray.get([actor.__ray_call__.remote(call) for actor in actors.values()], timeout=10)
+        return dict(zip(actors, results, strict=True))
 
     def open_requests(self) -> int:
         return sum(len(snapshot["requests"]) for snapshot in self.snapshots().values())

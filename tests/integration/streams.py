@@ -22,6 +22,7 @@ class Result:
     completion_tokens: int | None = None
     error: dict[str, Any] | None = None
     done: bool = False
+    chunks: int = field(default=0, compare=False)
 
 
 def bodies(count: int, max_tokens: int, model: str = "tiny") -> list[dict[str, Any]]:
@@ -54,6 +55,7 @@ def _take(result: Result, chunk: dict[str, Any]) -> None:
     if "error" in chunk:
         result.error = chunk["error"]
         return
+    result.chunks += 1
     if chunk.get("usage"):
         result.completion_tokens = chunk["usage"]["completion_tokens"]
     for choice in chunk["choices"]:
