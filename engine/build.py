@@ -19,6 +19,7 @@ from engine.memory import activation_bytes, plan_memory
 from engine.model_config import ModelConfig
 from engine.runner import ModelRunner
 from engine.scheduler import SchedulerConfig
+from kernels import dispatch
 
 logger = logging.getLogger("ferry.engine")
 
@@ -40,7 +41,15 @@ def build_engine(config: EngineConfig, on_phase: Callable[[str], None] = lambda 
     started = time.perf_counter()
     model = load_model(path, model_config, load_format=config.load_format, dtype=dtype, seed=config.seed)
     on_phase("allocating the KV cache")
-    fmt = KVFormat(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size, dtype)
+    device = torch.device("cpu")
+    fmt = KVFormat(
+        model_config.num_layers,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        config.block_size,
+        dtype,
+        transposed_keys=dispatch.transposed_keys(device, dtype),
+    )
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     step = activation_bytes(
         model_config.hidden_size,
@@ -75,7 +84,7 @@ def build_engine(config: EngineConfig, on_phase: Callable[[str], None] = lambda 
         delay_factor=config.scheduler_delay_factor,
         eos_token_ids=model_config.eos_token_ids,
     )
-    key = f"{path.name}:{weights}:{fmt.key()}:torch-{dtype}".replace("torch.", "")
+    key = f"{path.name}:{weights}:{fmt.key()}:{dispatch.numerics(device, dtype)}"
     engine = Engine(
         ModelRunner(model, kv), pool, scheduling, vocab_size=model_config.vocab_size, seed=config.seed, compat_key=key
     )

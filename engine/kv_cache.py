@@ -24,6 +24,7 @@ class KVFormat:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    transposed_keys: bool = False  # K is [kv_heads, head_dim, block_size]: tokens side by side, for vector lanes
 
     @property
     def part_bytes(self) -> int:
@@ -40,7 +41,8 @@ class KVFormat:
     def key(self) -> str:
         """Two caches with equal keys may exchange slabs."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.num_layers}x{self.num_kv_heads}x{self.head_dim}x{self.block_size}:{dtype}"
+        keys = "t" if self.transposed_keys else "n"
+        return f"{self.num_layers}x{self.num_kv_heads}x{self.head_dim}x{self.block_size}:{dtype}:{keys}"
 
 
 class KVCache:
@@ -59,11 +61,12 @@ class KVCache:
     def _view(self, typed: Tensor, layer: int, value: bool) -> Tensor:
         fmt = self.format
         shape = (typed.shape[0], fmt.block_size, fmt.num_kv_heads, fmt.head_dim)
-        strides = (typed.stride(0), fmt.head_dim, fmt.block_size * fmt.head_dim, 1)
+        inner = (1, fmt.block_size) if fmt.transposed_keys and not value else (fmt.head_dim, 1)
+        strides = (typed.stride(0), inner[0], fmt.block_size * fmt.head_dim, inner[1])
         return typed.as_strided(shape, strides, fmt.offset(layer, value) // fmt.dtype.itemsize)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer: views [num_blocks, block_size, kv_heads, head_dim], last stride 1."""
+        """K and V of a layer: views [num_blocks, block_size, kv_heads, head_dim]; V's last stride is 1."""
         return self._layers[index]
 
     def swap_out(self, copies: list[tuple[int, int]]) -> None:

@@ -5,7 +5,7 @@ Shapes and meaning are those of `kernels.reference`, which also serves devices w
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +13,42 @@ from torch import Tensor
 from kernels import cpu, reference
 from kernels.metadata import AttentionMetadata
 
-_BACKENDS: dict[str, ModuleType] = {"cpu": cpu}
+
+def backend(device: torch.device) -> Any:
+    """The kernels of a device: a module or object with the functions below."""
+    return cpu.ops() if device.type == "cpu" else reference
 
 
-def backend(device: torch.device) -> ModuleType:
-    return _BACKENDS.get(device.type, reference)
+def numerics(device: torch.device, dtype: torch.dtype) -> str:
+    """Names the order of rounding: two processes with equal names compute equal bits."""
+    return cpu.numerics(dtype) if device.type == "cpu" else f"reference-{device.type}"
+
+
+def transposed_keys(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention wants K of a (block, head) as [head_dim, block_size]: tokens in vector lanes."""
+    return device.type == "cpu" and cpu.numerics(dtype) != "torch"
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     backend(k.device).write_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
-    return backend(q.device).attention(q, k_cache, v_cache, meta, scale)
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float, window: int = 0
+) -> Tensor:
+    """`window`: a token sees that many positions, its own included; 0: all."""
+    return backend(q.device).attention(q, k_cache, v_cache, meta, scale, window)
+
+
+def rope_and_cache(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """`rope`, then `write_kv` of the rotated k; returns q rotated, perhaps in place."""
+    return backend(q.device).rope_and_cache(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    return backend(logits.device).argmax(logits)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,6 +56,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual may be updated in place: only the one that is returned is to be used afterwards."""
     return backend(x.device).add_rms_norm(x, residual, weight, eps)
 
 

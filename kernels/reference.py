@@ -1,7 +1,7 @@
 """The plain definition of every kernel, one loop each: slow, obvious, the oracle of the tests.
 
 Shapes: T tokens, H query heads, K key/value heads (H a multiple of K), D head size. Caches are strided views
-[num_blocks, block_size, K, D] whose last stride is 1.
+[num_blocks, block_size, K, D]; V's last stride is 1.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
             v_cache[slot // block_size, slot % block_size] = v[token]
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
-    """Causal attention of q [T, H, D] over the cached keys of its own sequence: [T, H, D] of q's dtype."""
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float, window: int = 0
+) -> Tensor:
+    """Causal attention of q [T, H, D] over the cached keys of its own sequence: [T, H, D] of q's dtype.
+
+    With a window a token sees that many positions, its own included.
+    """
     out = torch.empty_like(q)
     group = q.shape[1] // k_cache.shape[2]
     token = 0
     for sequence, (queries, context) in enumerate(zip(meta.query_lens, meta.context_lens, strict=True)):
         table = meta.block_tables[sequence].tolist()
         for position in range(context - queries, context):
-            slots = [(table[at // meta.block_size], at % meta.block_size) for at in range(position + 1)]
+            first = max(0, position + 1 - window) if window else 0
+            slots = [(table[at // meta.block_size], at % meta.block_size) for at in range(first, position + 1)]
             keys = torch.stack([k_cache[block, offset] for block, offset in slots]).float()
             values = torch.stack([v_cache[block, offset] for block, offset in slots]).float()
             for head in range(q.shape[1]):
@@ -60,6 +66,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, -1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def rope_and_cache(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """`rope`, then `write_kv` of the rotated k; returns q rotated."""
+    q, k = rope(q, k, cos, sin)
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The first index of the largest value of each row of [S, V]: int64 [S]."""
+    return torch.tensor([row.index(max(row)) for row in logits.float().tolist()])
 
 
 def silu_mul(x: Tensor) -> Tensor:

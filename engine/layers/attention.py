@@ -14,9 +14,12 @@ class Attention(nn.Module):
         self.layer = layer
         self.scale = head_dim**-0.5
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] -> [T, heads, head_dim]."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim], not rotated yet -> [T, heads, head_dim].
+
+        q may be rotated in place.
+        """
         context = get_context()
         k_cache, v_cache = context.kv.layer(self.layer)
-        dispatch.write_kv(k, v, k_cache, v_cache, context.metadata.slot_mapping)
+        q = dispatch.rope_and_cache(q, k, v, cos, sin, k_cache, v_cache, context.metadata.slot_mapping)
         return dispatch.attention(q, k_cache, v_cache, context.metadata, self.scale)

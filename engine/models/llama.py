@@ -12,7 +12,6 @@ from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.model_config import ModelConfig
-from kernels import dispatch
 
 
 class LlamaAttention(nn.Module):
@@ -28,8 +27,7 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.split_heads(self.qkv_proj(x))
-        q, k = dispatch.rope(q, k, cos, sin)
-        return self.o_proj(self.attention(q, k, v).flatten(1))
+        return self.o_proj(self.attention(q, k, v, cos, sin).flatten(1))
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, q_size + 2 kv_size] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""

@@ -1,7 +1,33 @@
-"""CPU kernels in torch."""
+"""CPU kernels: native ones where a compiler is, else in torch."""
 
-from kernels.cpu.attention import attention
-from kernels.cpu.cache import write_kv
-from kernels.cpu.elementwise import add_rms_norm, rms_norm, rope, silu_mul
+from __future__ import annotations
 
-__all__ = ["add_rms_norm", "attention", "rms_norm", "rope", "silu_mul", "write_kv"]
+import logging
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from kernels.cpu import torch_ops
+from kernels.cpu.compile import Unavailable
+from kernels.cpu.native_ops import NativeOps
+
+logger = logging.getLogger("ferry.kernels")
+
+
+@cache
+def ops() -> NativeOps | ModuleType:
+    """The implementation of this process; compiled at the first call."""
+    try:
+        return NativeOps()
+    except Unavailable as error:
+        logger.warning("no native CPU kernels, torch's slower ones are used: %s", error)
+        return torch_ops
+
+
+def numerics(dtype: torch.dtype) -> str:
+    """Names the order of rounding: two processes with equal names compute equal bits."""
+    native = ops()
+    if isinstance(native, NativeOps) and native.supports(dtype):
+        return native.numerics
+    return "torch"

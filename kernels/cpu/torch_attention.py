@@ -19,15 +19,18 @@ GATHER_TOKENS = 65536  # most tokens a group of decodes gathers at once, padding
 QUERY_TILE = 256  # queries of a chunk that share one mask
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float, window: int = 0
+) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if meta.num_decodes:
+    decodes = 0 if window else meta.num_decodes
+    if decodes:
         for group in _groups(meta, k_cache.shape[2]):
             out[group.rows] = _decode(q[group.rows], k_cache, v_cache, group, scale)
-    start = meta.num_decodes
-    for sequence in range(meta.num_decodes, len(meta.query_lens)):
+    start = decodes
+    for sequence in range(decodes, len(meta.query_lens)):
         end = start + meta.query_lens[sequence]
-        out[start:end] = _chunk(q[start:end], k_cache, v_cache, meta, sequence, scale)
+        out[start:end] = _chunk(q[start:end], k_cache, v_cache, meta, sequence, scale, window)
         start = end
     return out
 
@@ -119,7 +122,15 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _Group, scale: f
     return out.reshape(count, heads, dim)
 
 
-def _chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, sequence: int, scale: float) -> Tensor:
+def _chunk(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    sequence: int,
+    scale: float,
+    window: int,
+) -> Tensor:
     """q [L, H, D], the last L tokens of one sequence: [L, H, D]."""
     queries, context = meta.query_lens[sequence], meta.context_lens[sequence]
     kv_heads, dim = k_cache.shape[2:]
@@ -130,7 +141,7 @@ def _chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata,
     values = _gather(v_cache, pages, heads).view(1, kv_heads, -1, dim)[:, :, :context]
     wide = q.transpose(0, 1).unsqueeze(0)
     gqa = q.shape[1] != kv_heads
-    if queries == context:
+    if queries == context and not window:
         out = F.scaled_dot_product_attention(wide, keys, values, is_causal=True, scale=scale, enable_gqa=gqa)
         return out[0].transpose(0, 1)
     tiles = []
@@ -138,7 +149,10 @@ def _chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata,
     for start in range(0, queries, QUERY_TILE):
         end = min(start + QUERY_TILE, queries)
         visible = context - queries + end
-        mask = positions[:visible] <= positions[visible - (end - start) : visible, None]
+        rows = positions[visible - (end - start) : visible, None]
+        mask = positions[:visible] <= rows
+        if window:
+            mask &= positions[:visible] > rows - window
         tile = F.scaled_dot_product_attention(
             *(wide[:, :, start:end], keys[:, :, :visible], values[:, :, :visible]),
             attn_mask=mask,

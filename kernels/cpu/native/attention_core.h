@@ -1,0 +1,170 @@
+/* The parts of paged attention that do not depend on the element type. See attention.h for the idea. */
+#ifndef FERRY_ATTENTION_CORE_H
+#define FERRY_ATTENTION_CORE_H
+
+#include <stdlib.h>
+
+#include "vectors.h"
+
+#define SEGMENT 256   /* tokens; where running states are merged, and where a context may be split over threads */
+#define MAX_ROWS 32   /* query rows of one item: tokens x heads of a group */
+#define ROW_GROUP 4   /* rows that share a tile's registers */
+
+typedef struct {
+    int32_t num_sequences, heads, kv_heads, head_dim, block_size, window, threads, reserved;
+    float scale, reserved_scale;
+    int64_t q_token_stride;                            /* elements */
+    int64_t block_stride;                              /* of both caches */
+    int64_t k_head_stride, k_token_stride, k_dim_stride;
+    int64_t v_head_stride, v_token_stride;
+    int64_t table_stride;
+    const int32_t *block_tables, *query_lens, *context_lens, *query_starts;
+} AttentionCall;
+
+typedef struct {
+    int sequence, kv_head, first_query, queries;
+    int first_segment, last_segment;
+    int part, parts; /* part: index of its saved state, -1 if not split; parts: of a split item's first part */
+} Item;
+
+typedef struct {
+    float maximum, sum;
+    float *values; /* [width] */
+} State;
+
+typedef struct {
+    const float *query;
+    int low, high; /* the positions it sees */
+    State running, total;
+} Row;
+
+INLINE int padded(int n) { return (n + LANES - 1) / LANES * LANES; }
+
+INLINE void clear(State *state, int width) {
+    state->maximum = -INFINITY;
+    state->sum = 0.0f;
+    memset(state->values, 0, sizeof(float) * width);
+}
+
+/* Merge the running state into the total and start a new one. A total with a negative sum is empty. */
+static void flush(Row *row, int width) {
+    State *a = &row->total, *b = &row->running;
+    if (a->sum < 0.0f) {
+        a->maximum = b->maximum;
+        a->sum = b->sum;
+        memcpy(a->values, b->values, sizeof(float) * width);
+    } else if (b->sum > 0.0f) {
+        const float maximum = a->maximum > b->maximum ? a->maximum : b->maximum;
+        const float x = a->sum > 0.0f ? exp1(a->maximum - maximum) : 0.0f, y = exp1(b->maximum - maximum);
+        a->sum = a->sum * x + b->sum * y;
+        for (int d = 0; d < width; d += LANES)
+            store16_f32(a->values + d, load16_f32(a->values + d) * x + load16_f32(b->values + d) * y);
+        a->maximum = maximum;
+    }
+    clear(b, width);
+}
+
+/* `count` rows against one tile, count a constant where it is inlined. Each row's operations are the same for any
+ * count: two chains over head_dim for its 16 scores, then its softmax, then its values token by token. */
+INLINE void attend_rows(const Row *rows, const int count, int start, int tokens, int head_dim, int width,
+                        const float *kt, const float *vt) {
+    vf even[ROW_GROUP], odd[ROW_GROUP];
+    float weights[ROW_GROUP][LANES], correction[ROW_GROUP];
+    int seen = 0;
+    for (int r = 0; r < count; r++) {
+        even[r] = odd[r] = splat(0.0f);
+        seen |= rows[r].high > start && rows[r].low < start + tokens;
+    }
+    if (!seen) return;
+    for (int d = 0; d + 1 < head_dim; d += 2) {
+        const vf k0 = load16_f32(kt + d * LANES), k1 = load16_f32(kt + (d + 1) * LANES);
+        for (int r = 0; r < count; r++) {
+            even[r] += k0 * rows[r].query[d];
+            odd[r] += k1 * rows[r].query[d + 1];
+        }
+    }
+    if (head_dim & 1)
+        for (int r = 0; r < count; r++)
+            even[r] += load16_f32(kt + (head_dim - 1) * LANES) * rows[r].query[head_dim - 1];
+    const vi positions = LANE_INDEX + start;
+    for (int r = 0; r < count; r++) {
+        State *state = (State *)&rows[r].running;
+        const vi visible = (positions < rows[r].high) & (positions >= rows[r].low) & (LANE_INDEX < tokens);
+        const vf scores = select_(visible, even[r] + odd[r], splat(-INFINITY));
+        const float highest = lane_max(scores);
+        const float maximum = state->maximum > highest ? state->maximum : highest;
+        if (maximum == -INFINITY) { /* nothing seen so far */
+            correction[r] = 1.0f;
+            memset(weights[r], 0, sizeof weights[r]);
+            continue;
+        }
+        const vf p = select_(visible, vexp(scores - maximum), splat(0.0f));
+        correction[r] = state->maximum == -INFINITY ? 0.0f : exp1(state->maximum - maximum);
+        state->sum = state->sum * correction[r] + lane_sum(p);
+        state->maximum = maximum;
+        store16_f32(weights[r], p);
+    }
+    for (int d = 0; d < width; d += LANES) {
+        vf values[ROW_GROUP];
+        for (int r = 0; r < count; r++) values[r] = load16_f32(rows[r].running.values + d) * correction[r];
+        for (int t = 0; t < tokens; t++) {
+            const vf v = load16_f32(vt + t * width + d);
+            for (int r = 0; r < count; r++) values[r] += v * weights[r][t];
+        }
+        for (int r = 0; r < count; r++) store16_f32(rows[r].running.values + d, values[r]);
+    }
+}
+
+/* Items of a call: (sequence, kv head, query tile); where there are fewer than threads, contexts are split too. */
+static Item *make_items(const AttentionCall *call, int tile_queries, int *num_items) {
+    int64_t count = 0, segments = 0;
+    for (int s = 0; s < call->num_sequences; s++) {
+        const int64_t tiles = (call->query_lens[s] + tile_queries - 1) / tile_queries;
+        count += tiles * call->kv_heads;
+        segments += tiles * call->kv_heads * ((call->context_lens[s] + SEGMENT - 1) / SEGMENT);
+    }
+    const int split = call->threads > 1 && count < 4 * call->threads && segments > count;
+    Item *items = malloc(sizeof(Item) * (split ? segments : count));
+    if (!items) return NULL;
+    int n = 0, part = 0;
+    for (int s = 0; s < call->num_sequences; s++)
+        for (int first = 0; first < call->query_lens[s]; first += tile_queries) {
+            const int left = call->query_lens[s] - first;
+            const int queries = left < tile_queries ? left : tile_queries;
+            const int high = call->context_lens[s] - call->query_lens[s] + first + queries;
+            const int last = (high + SEGMENT - 1) / SEGMENT;
+            for (int h = 0; h < call->kv_heads; h++) {
+                if (!split) {
+                    items[n++] = (Item){s, h, first, queries, 0, last, -1, 0};
+                    continue;
+                }
+                for (int segment = 0; segment < last; segment++)
+                    items[n++] = (Item){s, h, first, queries, segment, segment + 1, part++, segment ? 0 : last};
+            }
+        }
+    *num_items = n;
+    return items;
+}
+
+/* A split item's rows, kept for the merge: maximum and sum, then values. */
+static void save_rows(const Row *rows, int num_rows, int width, float *memory) {
+    for (int r = 0; r < num_rows; r++, memory += width + LANES) {
+        memory[0] = rows[r].total.maximum;
+        memory[1] = rows[r].total.sum;
+        memcpy(memory + LANES, rows[r].total.values, sizeof(float) * width);
+    }
+}
+static void load_rows(Row *rows, int num_rows, int width, const float *memory) {
+    for (int r = 0; r < num_rows; r++, memory += width + LANES) {
+        rows[r].running.maximum = memory[0];
+        rows[r].running.sum = memory[1];
+        memcpy(rows[r].running.values, memory + LANES, sizeof(float) * width);
+    }
+}
+
+/* How many lanes of a K tile to read: a transposed tile is read whole (its block exists), else only what is written. */
+INLINE int k_lanes(const AttentionCall *call, int tokens, int tile) {
+    return call->k_token_stride == 1 && tile == LANES ? LANES : tokens;
+}
+
+#endif

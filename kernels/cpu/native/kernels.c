@@ -1,0 +1,59 @@
+/* CPU kernels behind a plain C ABI, loaded by ctypes. One translation unit; native/__init__ compiles it on first use. */
+
+#include "attention_core.h"
+#include "vectors.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define PARALLEL_WORK 16384 /* elements below which waking the threads costs more than the work */
+
+typedef struct {
+    int64_t block_size, block_stride, k_head_stride, k_token_stride, k_dim_stride, v_head_stride, v_token_stride;
+} CacheLayout;
+
+INLINE vf silu(vf x) {
+    /* exp of a value above 0 is kept finite by the clamp; 1 / (1 + e^87) is 0 in every sum it enters */
+    const vf e = vexp(select_(x > 0.0f, -x, x)); /* exp(-|x|) <= 1 */
+    const vf positive = splat(1.0f) / (e + 1.0f);
+    return x * select_(x > 0.0f, positive, e / (e + 1.0f));
+}
+
+#define PASTE2(a, b) a##_##b
+#define PASTE(a, b) PASTE2(a, b)
+#define FN(name) PASTE(name, S)
+#define LOAD16 PASTE(load16, S)
+#define STORE16 PASTE(store16, S)
+#define LOAD1 PASTE(load1, S)
+#define STORE1 PASTE(store1, S)
+#define LOAD_TAIL PASTE(load_tail, S)
+#define STORE_TAIL PASTE(store_tail, S)
+
+#define S f32
+#define E float
+#include "attention.h"
+#include "elementwise.h"
+#undef S
+#undef E
+
+#define S bf16
+#define E uint16_t
+#include "attention.h"
+#include "elementwise.h"
+#undef S
+#undef E
+
+#ifdef HAVE_F16
+#define S f16
+#define E _Float16
+#include "attention.h"
+#include "elementwise.h"
+#undef S
+#undef E
+#endif
+
+/* Read memory as fast as it goes, for the measured GB/s in the start-up log: the sum of its 64-bit words. */
+EXPORT uint64_t read_memory(const uint64_t *memory, int64_t words, int threads) {
+    uint64_t sum = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : sum)
+    for (int64_t i = 0; i < words; i++) sum += memory[i];
+    return sum;
+}

@@ -1,0 +1,15 @@
+"""The torch path of the CPU kernels: for hosts without a compiler, and for types and layouts the native ones lack."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.cpu.torch_attention import attention
+from kernels.cpu.torch_cache import rope_and_cache, write_kv
+from kernels.cpu.torch_elementwise import add_rms_norm, rms_norm, rope, silu_mul
+
+__all__ = ["add_rms_norm", "argmax", "attention", "rms_norm", "rope", "rope_and_cache", "silu_mul", "write_kv"]
+
+
+def argmax(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
