@@ -20,7 +20,6 @@ class Client:
     history: dict[str, list[Output]] = field(default_factory=dict)
     open: dict[str, list[int]] = field(default_factory=dict)  # requests without a terminal output -> epoch
     ended: dict[str, float] = field(default_factory=dict)  # requests with one -> when
-    expired: bool = False
 
 
 class Outboxes:
@@ -36,7 +35,7 @@ class Outboxes:
         client = self.clients.get(name)
         if client is None:
             client = self.clients[name] = Client(now)
-        client.last_seen, client.expired = now, False
+        client.last_seen = now
         return client
 
     def opened(self, name: str, request_id: str, epoch: list[int], now: float) -> None:
@@ -114,8 +113,7 @@ class Outboxes:
         aborted: list[tuple[str, list[int]]] = []
         for name, client in list(self.clients.items()):
             silent = now - client.last_seen
-            if silent > self.lease_s and not client.expired:
-                client.expired = True
+            if silent > self.lease_s:
                 lost = list(client.open.items())
                 aborted += lost
                 self.push(name, [error_output(request_id, epoch, LEASE) for request_id, epoch in lost], now)

@@ -401,6 +401,21 @@ def test_a_preempted_request_goes_on_from_its_cached_blocks() -> None:
     assert tokens_of(events, "b") == continuation(prompt_of(8, ord("b")), SamplingParams(max_tokens=8))[0]
 
 
+def test_a_step_that_preempts_admits_nobody() -> None:
+    """What it freed is for those that run; a newcomer would be the next to go."""
+    engine = make_engine(num_blocks=6, policy="priority", prefix_caching=False)
+    add(engine, "a", 8, 16, priority=0)
+    add(engine, "b", 8, 12, priority=5)
+    for _ in range(5):
+        engine.step()
+    assert engine.scheduler.pool.available == 0 and not engine.scheduler.preemptions
+    add(engine, "c", 3, 2, priority=1)
+    engine.step()
+    assert engine.scheduler.preemptions == 1 and engine.scheduler.pool.available == 2
+    assert works(engine) == [("a", 12, 1)]
+    run(engine)
+
+
 def test_the_first_request_is_never_preempted_while_others_could_be() -> None:
     engine = make_engine(num_blocks=8, prefix_caching=False)
     for name in "abcd":
@@ -459,9 +474,10 @@ def test_without_prefix_caching_nothing_is_shared_or_kept() -> None:
     add(engine, "a", 10, 4, salt=1)
     run(engine)
     assert engine.stats().cached_blocks == 0
-    add(engine, "b", 10, 4, salt=1)
-    engine.step()
-    assert engine.scheduler.requests["b"].cached_tokens == 0
+    for name in "bc":  # not even while both run
+        add(engine, name, 10, 4, salt=1)
+        engine.step()
+        assert engine.scheduler.requests[name].cached_tokens == 0
     run(engine)
 
 
@@ -521,6 +537,16 @@ def test_a_moved_request_goes_on_without_computing_again() -> None:
     assert events[-1].request.epoch == (0, 1)
     assert all(plan.num_tokens == 1 for plan in executor_of(destination).plans)
     assert destination.stats().prompt_tokens == 0, "it was counted where it was admitted"
+
+
+def test_a_moved_request_is_the_youngest_where_it_arrives() -> None:
+    source, destination = make_engine(), make_engine()
+    add(source, "a", 9, 12)
+    source.step()
+    add(destination, "b", 9, 12)
+    destination.step()
+    move(source, destination, "a")
+    assert [r.id for r in destination.scheduler.running] == ["b", "a"]
 
 
 def test_a_request_may_move_in_the_middle_of_its_prompt() -> None:

@@ -337,7 +337,7 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
 traces = st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 41), st.integers(0, 41)), min_size=30, max_size=150)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(setup=setups(), ops=traces)
 def test_every_request_ends_once_with_the_tokens_of_a_quiet_run(
     setup: dict[str, Any], ops: list[tuple[str, int, int]]

@@ -112,6 +112,7 @@ def test_bookings_count_at_once() -> None:
     engines = report("a"), report("b")
     assert choose(*engines, booked={"a": Booked(1, 4)}) == "b"
     assert choose(*engines, booked={"a": Booked(1, 4), "b": Booked(2, 8)}) == "a"
+    assert choose(*engines, booked={"a": Booked(1, 40), "b": Booked(1, 4)}) == "b"
 
 
 def test_a_burst_from_one_ingress_spreads_evenly() -> None:

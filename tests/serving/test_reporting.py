@@ -1,0 +1,102 @@
+"""Reports to the manager: on change, not too often, one at a time, and cheap when it is down."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from serving import reporting
+from serving.reporting import Reporter
+
+
+class FakeManager:
+    """Looks like a Serve handle: `manager.report.remote(message)` is awaited."""
+
+    def __init__(self, known: bool = True, down: bool = False, seconds: float = 0.0):
+        self.known, self.down, self.seconds = known, down, seconds
+        self.messages: list[dict[str, Any]] = []
+        self.times: list[float] = []
+        self.in_flight = self.most_in_flight = 0
+        self.report = self
+
+    async def remote(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.messages.append(message)
+        self.times.append(time.monotonic())
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            await asyncio.sleep(self.seconds)
+            if self.down:
+                raise ConnectionError("the manager is down")
+            return {"v": 1, "known": self.known}
+        finally:
+            self.in_flight -= 1
+
+
+async def report(manager: FakeManager, seconds: float, every_s: float | None = None) -> Reporter:
+    """Run a reporter for a while; something changes every_s."""
+    reporter = Reporter(manager, lambda sequence: ({"sequence": sequence}, ["families"]))
+    reporter.actor = "handle"
+    task = asyncio.create_task(reporter.run())
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        await asyncio.sleep(every_s or seconds)
+        if every_s is not None:
+            reporter.changed()
+    task.cancel()
+    return reporter
+
+
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "MIN_INTERVAL_S", 0.05)
+    monkeypatch.setattr(reporting, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(reporting, "CALL_TIMEOUT_S", 0.1)
+
+
+@pytest.mark.parametrize(
+    "manager", [FakeManager(), FakeManager(known=False), FakeManager(down=True)], ids=["up", "forgetful", "down"]
+)
+async def test_a_busy_engine_reports_no_more_often_than_the_interval(manager: FakeManager) -> None:
+    await report(manager, 0.4, every_s=0.001)
+    gaps = [b - a for a, b in zip(manager.times, manager.times[1:], strict=False)]
+    assert len(gaps) >= 2 and min(gaps) >= 0.045
+
+
+async def test_a_quiet_engine_sends_heartbeats() -> None:
+    manager = FakeManager()
+    await report(manager, 0.7)
+    assert 2 <= len(manager.messages) <= 5
+    assert [m["sequence"] for m in manager.messages] == list(range(1, len(manager.messages) + 1))
+
+
+async def test_the_actor_goes_along_until_the_manager_knows_the_engine() -> None:
+    manager = FakeManager(known=False)
+    task = asyncio.create_task(report(manager, 0.4, every_s=0.01))
+    await asyncio.sleep(0.15)
+    manager.known = True
+    await task
+    introduced = ["actor" in m for m in manager.messages]
+    assert introduced[0] is True and introduced[-1] is False
+    assert introduced == sorted(introduced, reverse=True)
+
+
+async def test_metrics_go_along_once_a_heartbeat() -> None:
+    manager = FakeManager()
+    await report(manager, 0.5, every_s=0.01)
+    with_metrics = [t for t, m in zip(manager.times, manager.messages, strict=True) if "metrics" in m]
+    assert len(manager.messages) > len(with_metrics) >= 2
+    assert min(b - a for a, b in zip(with_metrics, with_metrics[1:], strict=False)) >= 0.19
+
+
+async def test_a_hanging_manager_gets_one_report_at_a_time() -> None:
+    manager = FakeManager(seconds=10.0)
+    await report(manager, 0.5, every_s=0.01)
+    assert manager.most_in_flight == 1 and len(manager.messages) >= 2
+
+
+async def test_without_a_manager_nothing_runs() -> None:
+    await asyncio.wait_for(Reporter(None, lambda sequence: ({}, [])).run(), 1.0)
