@@ -161,12 +161,16 @@ class EngineActor:
         first = self.outboxes.replay(client, cursors, time.monotonic())
         yield self._item(first)
         for count in range(RENEW_ITEMS):
-            while client in self.outboxes.clients and not self.outboxes.clients[client].pending:
+            while self._streaming(client, mine) and not self.outboxes.clients[client].pending:
                 await event.wait()
                 event.clear()
-            if self.streams[client] != mine or client not in self.outboxes.clients:
+            if not self._streaming(client, mine):
                 return
             yield self._item(self.outboxes.take(client), renew=count == RENEW_ITEMS - 1)
+
+    def _streaming(self, client: str, mine: int) -> bool:
+        """A stream goes on while its ingress is known and has not opened another one."""
+        return self.streams[client] == mine and client in self.outboxes.clients
 
     # -- numbers ------------------------------------------------------------------------------------------------
 
