@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 
@@ -10,9 +11,10 @@ import torch
 
 from engine.config import ConfigError, EngineConfig, dtype_name
 from engine.engine import Engine
-from engine.host import usable_cores
+from engine.host import claim_cores, default_threads, memory_bandwidth
 from engine.kv import BlockPool, HostTier
 from engine.kv_cache import KVCache, KVFormat
+from engine.layers.invariance import make_invariant
 from engine.loader import load_model
 from engine.loader.source import resolve_model
 from engine.memory import activation_bytes, plan_memory
@@ -24,13 +26,19 @@ from kernels import dispatch
 logger = logging.getLogger("ferry.engine")
 
 
-def build_engine(config: EngineConfig, on_phase: Callable[[str], None] = lambda phase: None) -> Engine:
+def build_engine(
+    config: EngineConfig, on_phase: Callable[[str], None] = lambda phase: None, pin_cores: bool = False
+) -> Engine:
     """Load the model of a configuration and make its engine. `on_phase` hears what start-up is doing.
 
-    Raises ConfigError or ValueError with a one-line message.
+    With pin_cores this thread, and the kernels' threads it will start, keep to cores that no other engine of this host
+    has. Raises ConfigError or ValueError with a one-line message.
     """
-    threads = config.threads or max(1, usable_cores() // config.num_replicas)
+    threads = config.threads or default_threads(config.num_replicas)
     torch.set_num_threads(threads)
+    cores = claim_cores(threads) if pin_cores else []
+    if cores:
+        os.sched_setaffinity(0, cores)
     on_phase("finding the model")
     path = resolve_model(config.model)
     model_config = ModelConfig.from_pretrained(path)
@@ -40,8 +48,11 @@ def build_engine(config: EngineConfig, on_phase: Callable[[str], None] = lambda 
     on_phase("loading weights")
     started = time.perf_counter()
     model = load_model(path, model_config, load_format=config.load_format, dtype=dtype, seed=config.seed)
-    on_phase("allocating the KV cache")
     device = torch.device("cpu")
+    if config.batch_invariant and dtype != torch.float32:
+        on_phase("proving that results do not depend on the batch")
+        make_invariant(model, config.max_num_batched_tokens, config.max_num_seqs)
+    on_phase("allocating the KV cache")
     fmt = KVFormat(
         model_config.num_layers,
         model_config.num_kv_heads,
@@ -88,9 +99,14 @@ def build_engine(config: EngineConfig, on_phase: Callable[[str], None] = lambda 
     engine = Engine(
         ModelRunner(model, kv), pool, scheduling, vocab_size=model_config.vocab_size, seed=config.seed, compat_key=key
     )
+    where = f"cores {','.join(map(str, cores))}" if cores else "not pinned"
     logger.info(
-        "%s ready in %.1f s: %s, %d threads, %d KV blocks of %d tokens (%s), max_model_len %d, %d host slots",
-        *(config.model, time.perf_counter() - started, str(dtype).removeprefix("torch."), threads, plan.num_blocks),
+        "%d threads (%s) read memory at %.1f GB/s; kernels %s",
+        *(threads, where, memory_bandwidth() / 1e9, dispatch.numerics(device, dtype)),
+    )
+    logger.info(
+        "%s ready in %.1f s: %s, %d KV blocks of %d tokens (%s), max_model_len %d, %d host slots",
+        *(config.model, time.perf_counter() - started, str(dtype).removeprefix("torch."), plan.num_blocks),
         *(config.block_size, plan.reason, plan.max_model_len, plan.host_slots),
     )
     return engine

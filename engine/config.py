@@ -99,6 +99,14 @@ class EngineConfig:
         "int", None, "CPU threads of one engine", group="model", low=1, default_text="cores / replicas"
     )
 
+    batch_invariant: bool = option(
+        "bool",
+        True,
+        "a request's tokens and logprobs have the same bits in any batch, chunking and after any move (bfloat16)",
+        group="model",
+        negations=("no_batch_invariant",),
+    )
+
     # Step
     max_num_batched_tokens: int = option(
         "int",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
+import tempfile
+import time
+from io import TextIOWrapper
 from pathlib import Path
+
+_claims: list[TextIOWrapper] = []  # the locks of claimed cores
 
 
 def usable_cores() -> int:
@@ -38,3 +44,62 @@ def memory_limit_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
         except (OSError, ValueError):
             continue
     return physical
+
+
+def physical_cores() -> list[int]:
+    """One logical CPU of every physical core this process may run on: a second hyperthread adds no bandwidth."""
+    seen: set[str] = set()
+    cores = []
+    for cpu in sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1):
+        try:
+            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        except OSError:
+            siblings = str(cpu)
+        if siblings not in seen:
+            seen.add(siblings)
+            cores.append(cpu)
+    return cores
+
+
+def default_threads(engines: int) -> int:
+    """Threads of one of several engines on this host: physical cores within the CPU quota, shared equally."""
+    return max(1, min(len(physical_cores()), usable_cores()) // engines)
+
+
+def claim_cores(count: int, folder: Path | None = None) -> list[int]:
+    """Cores no other engine of this host has claimed, held until this process ends; [] when there are not enough.
+
+    A claim is a file lock per core, so it needs no coordinator and a killed engine's cores are free at once.
+    """
+    folder = folder or Path(tempfile.gettempdir()) / f"ferry-cores-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    claimed: list[tuple[int, TextIOWrapper]] = []
+    for core in physical_cores():
+        if len(claimed) == count:
+            break
+        lock = open(folder / str(core), "w")  # noqa: SIM115  (held for the life of the process)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            continue
+        claimed.append((core, lock))
+    if len(claimed) < count:
+        for _, lock in claimed:
+            lock.close()
+        return []
+    _claims.extend(lock for _, lock in claimed)
+    return [core for core, _ in claimed]
+
+
+def memory_bandwidth(size: int = 128 << 20) -> float:
+    """Bytes a second this thread's team reads from memory (a buffer larger than the caches, best of 2)."""
+    import torch
+
+    words = torch.ones(size // 8, dtype=torch.int64)
+    best = float("inf")
+    for _ in range(2):
+        started = time.perf_counter()
+        words.sum()
+        best = min(best, time.perf_counter() - started)
+    return size / best

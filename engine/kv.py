@@ -114,9 +114,7 @@ class BlockPool:
             found.append((None, slot))
         return found
 
-    def take(
-        self, found: list[Hit], hashes: Sequence[bytes], tokens: Sequence[int]
-    ) -> list[int]:
+    def take(self, found: list[Hit], hashes: Sequence[bytes], tokens: Sequence[int]) -> list[int]:
         """Reference what `find` returned, in order. Host hits get a new block and a swap-in; the room must be there."""
         # Device hits first: a new block for a host hit must not evict a block of this same chain.
         for block, _ in found:

@@ -81,7 +81,7 @@ class EngineActor:
     def _build(self) -> Engine:
         from engine.build import build_engine  # torch is imported here, on the engine's thread
 
-        return build_engine(self.config, self._on_phase)
+        return build_engine(self.config, self._on_phase, pin_cores=True)
 
     def _on_phase(self, phase: str) -> None:
         self.phase = phase

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from engine.layers.attention import Attention
@@ -92,5 +91,5 @@ class LlamaForCausalLM(nn.Module):
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden_size] -> float32 [S, vocab_size]."""
-        return self.lm_head(hidden).to(torch.float32)
+        """[S, hidden_size] -> [S, vocab_size], in the model's dtype: only rows that are not greedy need floats."""
+        return self.lm_head(hidden)

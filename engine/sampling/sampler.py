@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.sampling.noise import uniform
 from engine.sampling.params import SamplingParams
 from engine.step import TokenLogprobs
+from kernels import dispatch
 
 NUCLEUS_GUESS = 1024  # most nuclei are smaller; finding this many is cheaper than sorting the vocabulary
 
@@ -39,17 +40,19 @@ class SampleOutput:
 
 class Sampler:
     def sample(self, logits: Tensor, rows: list[SampleRow]) -> SampleOutput:
-        """One token for each row of logits, float32 [len(rows), vocab]."""
-        ids: list[int] = logits.argmax(-1).tolist()
+        """One token for each row of logits [len(rows), vocab]; all but the argmax is computed in float32."""
+        ids: list[int] = dispatch.argmax(logits).tolist()
         for kind, members in _by_kind(rows, logits.shape[1]).items():
-            picked = _sample(logits[members], [rows[i] for i in members], *kind)
+            picked = _sample(logits[members].float(), [rows[i] for i in members], *kind)
             for i, token in zip(members, picked, strict=True):
                 ids[i] = token
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         if wanted:
             counts = [rows[i].params.logprobs or 0 for i in wanted]
-            for i, entry in zip(wanted, token_logprobs(logits[wanted], [ids[i] for i in wanted], counts), strict=True):
+            for i, entry in zip(
+                wanted, token_logprobs(logits[wanted].float(), [ids[i] for i in wanted], counts), strict=True
+            ):
                 logprobs[i] = entry
         return SampleOutput(ids, logprobs)
 

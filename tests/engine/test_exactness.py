@@ -1,0 +1,248 @@
+"""The same bits whatever happens to a request: batch mates, chunking, caches, preemption, threads, moves.
+
+bfloat16 on the native kernels. A request alone in an engine is the oracle: its tokens and its logprobs, compared as
+floats. One model is loaded once; each schedule gets an engine of its own around it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.engine import Engine
+from engine.kv import BlockPool, HostTier
+from engine.kv_cache import KVCache, KVFormat
+from engine.layers.invariance import make_invariant
+from engine.loader import load_model
+from engine.model_config import ModelConfig
+from engine.runner import ModelRunner
+from engine.sampling.params import SamplingParams
+from engine.scheduler import SchedulerConfig
+from engine.step import TokenLogprobs
+from kernels import dispatch
+from tests.models import make_llama, make_qwen3
+
+BLOCK = 16
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(
+    not dispatch.transposed_keys(CPU, torch.bfloat16), reason="bits are promised for the native kernels only"
+)
+
+Answer = list[tuple[int, TokenLogprobs | None]]
+
+
+@dataclass
+class Loaded:
+    model: torch.nn.Module
+    config: ModelConfig
+
+
+@dataclass
+class Job:
+    prompt: list[int]
+    params: SamplingParams
+
+
+def job(seed: int, common: list[int] = (), longest: int = 90, tokens: int = 24) -> Job:  # type: ignore[assignment]
+    """A random request: greedy or seeded, with logprobs or without."""
+    source = random.Random(seed)
+    prompt = list(common) + [source.randrange(4, 250) for _ in range(source.randrange(1, longest))]
+    params: dict[str, Any] = {"max_tokens": source.randrange(1, tokens), "ignore_eos": True}
+    params |= {"temperature": 0.0} if seed % 2 else {"temperature": 1.1, "seed": seed}
+    if seed % 3 == 0:
+        params |= {"top_p": 0.9} if seed % 2 else {"top_k": 40, "top_p": 0.95}
+    params["logprobs"] = (None, 0, 3)[seed % 3]
+    return Job(prompt, SamplingParams(**params))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    make = {"llama": make_llama, "qwen3": make_qwen3}[request.param]
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24, "hidden_size": 96}
+    path: Path = make(tmp_path_factory.mktemp(request.param), max_position_embeddings=2048, **shape)
+    config = ModelConfig.from_pretrained(path)
+    model = load_model(path, config, dtype=torch.bfloat16)
+    make_invariant(model, 2048, 64)
+    return Loaded(model, config)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_engine(loaded: Loaded, blocks: int = 400, host: int = 0, **options: Any) -> Engine:
+    config = loaded.config
+    fmt = KVFormat(
+        *(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, torch.bfloat16),
+        transposed_keys=dispatch.transposed_keys(CPU, torch.bfloat16),
+    )
+    keep = options.pop("keep_evicted", False)
+    scheduling = SchedulerConfig(**{"max_model_len": 2048, "max_num_seqs": 64, **options})
+    runner = ModelRunner(loaded.model, KVCache(fmt, blocks, host))
+    return Engine(runner, BlockPool(blocks, BLOCK, HostTier(host), keep), scheduling, vocab_size=config.vocab_size)
+
+
+def add(engine: Engine, name: str, wanted: Job) -> None:
+    engine.add_request(name, wanted.prompt, wanted.params)
+
+
+def collect(events: list[Any], answers: dict[str, Answer]) -> None:
+    for event in events:
+        answer = answers.setdefault(event.request.id, [])
+        assert event.index == len(answer)
+        answer.append((event.token, event.logprobs))
+
+
+def run(engine: Engine, jobs: dict[str, Job]) -> dict[str, Answer]:
+    answers: dict[str, Answer] = {}
+    for name, wanted in jobs.items():
+        add(engine, name, wanted)
+    while engine.has_work:
+        collect(engine.step(), answers)
+    engine.scheduler.check()
+    return answers
+
+
+ALONE: dict[tuple[int, str, tuple[int, ...]], Answer] = {}
+
+
+def alone(loaded: Loaded, name: str, wanted: Job) -> Answer:
+    """The oracle: nobody else, no cache, the whole prompt at once."""
+    key = (id(loaded.model), name, tuple(wanted.prompt))
+    if key not in ALONE:
+        engine = make_engine(loaded, max_num_batched_tokens=2048, prefix_caching=False)
+        ALONE[key] = run(engine, {name: wanted})[name]
+        assert len(ALONE[key]) == wanted.params.max_tokens
+    return ALONE[key]
+
+
+def assert_undisturbed(loaded: Loaded, jobs: dict[str, Job], answers: dict[str, Answer]) -> None:
+    assert set(answers) == set(jobs)
+    for name, wanted in jobs.items():
+        assert answers[name] == alone(loaded, name, wanted), name
+
+
+COMMON = [9] * 37
+JOBS = {f"r{i}": job(i, COMMON if i % 4 == 0 else []) for i in range(64)}
+
+
+@pytest.mark.parametrize("mates", [1, 2, 7, 15, 31, 63])
+def test_batch_mates(loaded: Loaded, mates: int) -> None:
+    jobs = dict(list(JOBS.items())[: mates + 1])
+    assert_undisturbed(loaded, jobs, run(make_engine(loaded), jobs))
+
+
+@pytest.mark.parametrize("budget", [16, 17, 33, 64, 100, 512, 2048])
+def test_chunk_budgets(loaded: Loaded, budget: int) -> None:
+    jobs = {"long": job(2, COMMON * 20), **dict(list(JOBS.items())[:12])}
+    engine = make_engine(loaded, max_num_batched_tokens=budget, max_num_seqs=min(budget, 64))
+    assert_undisturbed(loaded, jobs, run(engine, jobs))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_prefix_cache_on_off_and_partly_hit(loaded: Loaded, caching: bool) -> None:
+    engine = make_engine(loaded, prefix_caching=caching)
+    jobs = dict(list(JOBS.items())[:12])
+    assert_undisturbed(loaded, jobs, run(engine, jobs))
+    again = {name: JOBS[name] for name in reversed(jobs)}
+    assert_undisturbed(loaded, again, run(engine, again))
+    assert (engine.stats().cached_tokens > 0) == caching
+
+
+@pytest.mark.parametrize("preempt", ["RECOMPUTE", "SWAP"])
+def test_preemption(loaded: Loaded, preempt: str) -> None:
+    jobs = dict(list(JOBS.items())[:24])
+    engine = make_engine(loaded, blocks=24, host=200, preempt=preempt, max_num_batched_tokens=128)
+    assert_undisturbed(loaded, jobs, run(engine, jobs))
+    assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads(loaded: Loaded, threads: int) -> None:
+    jobs = {"long": job(4, COMMON * 40, tokens=12), "r1": JOBS["r1"], "r3": JOBS["r3"]}
+    expected = {name: alone(loaded, name, wanted) for name, wanted in jobs.items()}
+    torch.set_num_threads(threads)
+    assert run(make_engine(loaded), jobs) == expected
+    assert run(make_engine(loaded), {"long": jobs["long"]}) == {"long": expected["long"]}  # its context is split
+
+
+def move(source: Engine, destination: Engine, name: str) -> None:
+    """Hand a running request over, KV and all, as a migration will."""
+    record = source.hold(name)
+    request = source.scheduler.requests[name]
+    count = len(request.blocks)
+    slabs = source.export(name, 0, count)
+    destination.reserve(name, count)
+    destination.write_reserved(name, 0, slabs)
+    destination.adopt(record, (0, request.epoch[1] + 1), computed=request.computed, key=name)
+    source.give_up(name)
+
+
+def test_export_and_adopt(loaded: Loaded) -> None:
+    jobs = dict(list(JOBS.items())[:8])
+    engines = [make_engine(loaded), make_engine(loaded)]
+    answers: dict[str, Answer] = {}
+    for name, wanted in jobs.items():
+        add(engines[0], name, wanted)
+    moves = 0
+    for step in range(200):
+        for engine in engines:
+            collect(engine.step(), answers)
+        here, there = engines[step % 2], engines[1 - step % 2]
+        running = [r.id for r in here.scheduler.running if r.output]
+        if running:
+            move(here, there, running[step % len(running)])
+            moves += 1
+        if not any(engine.has_work for engine in engines):
+            break
+    assert moves > 8
+    assert_undisturbed(loaded, jobs, answers)
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_schedules(loaded: Loaded, seed: int) -> None:
+    """Arrivals, budgets, caches, tight memory and moves drawn from a seed."""
+    source = random.Random(seed)
+    options: dict[str, Any] = {
+        "max_num_batched_tokens": source.choice([16, 24, 64, 200, 2048]),
+        "max_num_seqs": source.choice([1, 3, 16]),
+        "preempt": source.choice(["RECOMPUTE", "SWAP", "AUTO"]),
+        "policy": source.choice(["fcfs", "priority"]),
+        "prefix_caching": source.random() < 0.7,
+        "keep_evicted": source.random() < 0.5,
+        "blocks": source.choice([12, 20, 60]),
+        "host": source.choice([0, 10, 100]),
+    }
+    engines = [make_engine(loaded, **options) for _ in range(2)]
+    names = source.sample(sorted(JOBS), source.randrange(2, 7))
+    jobs = {name: JOBS[name] for name in names}
+    waiting = list(jobs)
+    answers: dict[str, Answer] = {}
+    while waiting or any(engine.has_work for engine in engines):
+        if waiting and source.random() < 0.4:
+            name = waiting.pop()
+            add(source.choice(engines), name, jobs[name])
+        for engine in engines:
+            collect(engine.step(), answers)
+            engine.scheduler.check()
+        if source.random() < 0.2:
+            here, there = source.sample(engines, 2)
+            moving = [r for r in here.scheduler.running if r.output and r.pending == 1]
+            room = there.scheduler.pool.available > 8 and len(there.scheduler.running) < options["max_num_seqs"]
+            if moving and room and not there.scheduler.waiting:
+                move(here, there, source.choice(moving).id)
+    assert_undisturbed(loaded, jobs, answers)
