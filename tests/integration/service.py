@@ -7,13 +7,14 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from serving.app import APP_NAME, build
@@ -127,13 +128,16 @@ class Service:
             runner.execute = lambda plan: (time.sleep(seconds), execute(runner, plan))[1]
 
         def restore(actor: Any) -> None:
-            actor.engine.executor.__dict__.pop("execute", None)
+            if hasattr(actor, "engine"):  # else it still starts
+                actor.engine.executor.__dict__.pop("execute", None)
 
         self.inside(slow)
         try:
             yield
         finally:
-            self.inside(restore)
+            for actor in self.engines().values():
+                with suppress(RayError):  # some may be about to die
+                    ray.get(actor.__ray_call__.remote(restore), timeout=5)
 
     def inside(self, call: Callable[[Any], Any]) -> dict[str, Any]:
         """Run a function in every engine's process with its EngineActor; results by engine id.

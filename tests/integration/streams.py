@@ -52,6 +52,7 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], result: Result
 
 
 def _take(result: Result, chunk: dict[str, Any]) -> None:
+    assert result.error is None and not result.done, "an error ends a stream"
     if "error" in chunk:
         result.error = chunk["error"]
         return
