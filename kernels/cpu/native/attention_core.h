@@ -9,6 +9,7 @@
 #define SEGMENT 256   /* tokens; where running states are merged, and where a context may be split over threads */
 #define MAX_ROWS 32   /* query rows of one item: tokens x heads of a group */
 #define ROW_GROUP 4   /* rows that share a tile's registers */
+#define UNROLL _Pragma("GCC unroll 4") /* early, so that small arrays of vectors become registers */
 
 typedef struct {
     int32_t num_sequences, heads, kv_heads, head_dim, block_size, window, threads, reserved;
@@ -22,7 +23,7 @@ typedef struct {
 } AttentionCall;
 
 typedef struct {
-    int sequence, kv_head, first_query, queries;
+    int sequence, first_head, num_heads, first_query, queries; /* heads: kv heads */
     int first_segment, last_segment;
     int part, parts; /* part: index of its saved state, -1 if not split; parts: of a split item's first part */
 } Item;
@@ -64,58 +65,20 @@ static void flush(Row *row, int width) {
     clear(b, width);
 }
 
-/* `count` rows against one tile, count a constant where it is inlined. Each row's operations are the same for any
- * count: two chains over head_dim for its 16 scores, then its softmax, then its values token by token. */
-INLINE void attend_rows(const Row *rows, const int count, int start, int tokens, int head_dim, int width,
-                        const float *kt, const float *vt) {
-    vf even[ROW_GROUP], odd[ROW_GROUP];
-    float weights[ROW_GROUP][LANES], correction[ROW_GROUP];
-    int seen = 0;
-    for (int r = 0; r < count; r++) {
-        even[r] = odd[r] = splat(0.0f);
-        seen |= rows[r].high > start && rows[r].low < start + tokens;
-    }
-    if (!seen) return;
-    for (int d = 0; d + 1 < head_dim; d += 2) {
-        const vf k0 = load16_f32(kt + d * LANES), k1 = load16_f32(kt + (d + 1) * LANES);
-        for (int r = 0; r < count; r++) {
-            even[r] += k0 * rows[r].query[d];
-            odd[r] += k1 * rows[r].query[d + 1];
-        }
-    }
-    if (head_dim & 1)
-        for (int r = 0; r < count; r++)
-            even[r] += load16_f32(kt + (head_dim - 1) * LANES) * rows[r].query[head_dim - 1];
-    const vi positions = LANE_INDEX + start;
-    for (int r = 0; r < count; r++) {
-        State *state = (State *)&rows[r].running;
-        const vi visible = (positions < rows[r].high) & (positions >= rows[r].low) & (LANE_INDEX < tokens);
-        const vf scores = select_(visible, even[r] + odd[r], splat(-INFINITY));
-        const float highest = lane_max(scores);
-        const float maximum = state->maximum > highest ? state->maximum : highest;
-        if (maximum == -INFINITY) { /* nothing seen so far */
-            correction[r] = 1.0f;
-            memset(weights[r], 0, sizeof weights[r]);
-            continue;
-        }
-        const vf p = select_(visible, vexp(scores - maximum), splat(0.0f));
-        correction[r] = state->maximum == -INFINITY ? 0.0f : exp1(state->maximum - maximum);
-        state->sum = state->sum * correction[r] + lane_sum(p);
-        state->maximum = maximum;
-        store16_f32(weights[r], p);
-    }
-    for (int d = 0; d < width; d += LANES) {
-        vf values[ROW_GROUP];
-        for (int r = 0; r < count; r++) values[r] = load16_f32(rows[r].running.values + d) * correction[r];
-        for (int t = 0; t < tokens; t++) {
-            const vf v = load16_f32(vt + t * width + d);
-            for (int r = 0; r < count; r++) values[r] += v * weights[r][t];
-        }
-        for (int r = 0; r < count; r++) store16_f32(rows[r].running.values + d, values[r]);
-    }
+INLINE int item_rows(const AttentionCall *call, const Item *item) {
+    return item->num_heads * item->queries * (call->heads / call->kv_heads);
+}
+INLINE int64_t row_token(const AttentionCall *call, const Item *item, int row) {
+    const int group = call->heads / call->kv_heads;
+    return call->query_starts[item->sequence] + item->first_query + row % (item->queries * group) / group;
+}
+INLINE int row_head(const AttentionCall *call, const Item *item, int row) {
+    const int group = call->heads / call->kv_heads;
+    return (item->first_head + row / (item->queries * group)) * group + row % group;
 }
 
-/* Items of a call: (sequence, kv head, query tile); where there are fewer than threads, contexts are split too. */
+/* Items of a call: (sequence, kv heads, query tile). A decode takes all kv heads of its sequence, whose tiles lie side
+ * by side in memory; where that leaves threads without work, heads are split, and then contexts too. */
 static Item *make_items(const AttentionCall *call, int tile_queries, int *num_items) {
     int64_t count = 0, segments = 0;
     for (int s = 0; s < call->num_sequences; s++) {
@@ -124,6 +87,7 @@ static Item *make_items(const AttentionCall *call, int tile_queries, int *num_it
         segments += tiles * call->kv_heads * ((call->context_lens[s] + SEGMENT - 1) / SEGMENT);
     }
     const int split = call->threads > 1 && count < 4 * call->threads && segments > count;
+    const int together = call->threads == 1 || count >= 4 * (int64_t)call->threads * call->kv_heads;
     Item *items = malloc(sizeof(Item) * (split ? segments : count));
     if (!items) return NULL;
     int n = 0, part = 0;
@@ -133,13 +97,14 @@ static Item *make_items(const AttentionCall *call, int tile_queries, int *num_it
             const int queries = left < tile_queries ? left : tile_queries;
             const int high = call->context_lens[s] - call->query_lens[s] + first + queries;
             const int last = (high + SEGMENT - 1) / SEGMENT;
-            for (int h = 0; h < call->kv_heads; h++) {
+            const int heads = queries == 1 && together ? call->kv_heads : 1;
+            for (int h = 0; h < call->kv_heads; h += heads) {
                 if (!split) {
-                    items[n++] = (Item){s, h, first, queries, 0, last, -1, 0};
+                    items[n++] = (Item){s, h, heads, first, queries, 0, last, -1, 0};
                     continue;
                 }
                 for (int segment = 0; segment < last; segment++)
-                    items[n++] = (Item){s, h, first, queries, segment, segment + 1, part++, segment ? 0 : last};
+                    items[n++] = (Item){s, h, 1, first, queries, segment, segment + 1, part++, segment ? 0 : last};
             }
         }
     *num_items = n;

@@ -25,20 +25,29 @@ INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x,
 INLINE vf select_(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vf vmax(vf a, vf b) { return select_(a > b, a, b); }
 
-/* Sums and maxima over the lanes, always in the same tree. */
+/* Sums and maxima over the lanes, always in the same tree: lane i with i + 8, then + 4, + 2, + 1. */
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+#define SHUFFLE(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#else
+#define SHUFFLE(x, ...) __builtin_shuffle(x, (vi){__VA_ARGS__})
+#endif
+#define FOLD8(x) SHUFFLE(x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+#define FOLD4(x) SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
+#define FOLD2(x) SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
+#define FOLD1(x) SHUFFLE(x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
 INLINE float lane_sum(vf x) {
-    float a[LANES];
-    memcpy(a, &x, sizeof a);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) a[i] += a[i + width];
-    return a[0];
+    x += FOLD8(x);
+    x += FOLD4(x);
+    x += FOLD2(x);
+    x += FOLD1(x);
+    return x[0];
 }
 INLINE float lane_max(vf x) {
-    float a[LANES];
-    memcpy(a, &x, sizeof a);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) a[i] = a[i] > a[i + width] ? a[i] : a[i + width];
-    return a[0];
+    x = vmax(x, FOLD8(x));
+    x = vmax(x, FOLD4(x));
+    x = vmax(x, FOLD2(x));
+    x = vmax(x, FOLD1(x));
+    return x[0];
 }
 
 /* exp for x <= 0 (and small positive x): 2^n * p(r), |error| < 2 ulp; exp(0) is exactly 1; below -87 it is 0.
