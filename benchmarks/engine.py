@@ -1,6 +1,6 @@
 """The bare engine: decode at several batch sizes and prefill, without Ray.
 
-    python -m benchmarks.engine [--model demo:smollm2] [--repeats 3] [--threads N]
+python -m benchmarks.engine [--model demo:smollm2] [--repeats 3] [--threads N]
 """
 
 from __future__ import annotations

@@ -15,9 +15,7 @@ def describe() -> str:
     model = names[0].split(":", 1)[1].strip() if names else platform.machine()
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
     memory = memory_limit_bytes() / (1 << 30)
-    return (
-        f"{model}, {usable_cores()} usable cores, {memory:.0f} GiB, Python {platform.python_version()}, load {load}"
-    )
+    return f"{model}, {usable_cores()} usable cores, {memory:.0f} GiB, Python {platform.python_version()}, load {load}"
 
 
 def _read(path: str) -> str:

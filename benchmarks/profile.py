@@ -61,13 +61,13 @@ def main() -> None:
             run(llm, ids, batch, 128, 64)
         report(f"decode, batch {batch}", times, llm.engine)
         per_step = times["linear"] / times["steps"]
-        print(f"  weights read at {weights / per_step / 1e9:.1f} GB/s of {memory:.1f} in linear layers (prefill included)")
+        print(f"  weights read at {weights / per_step / 1e9:.1f} GB/s of {memory:.1f} (prefill included)")
     run(llm, ids, 1, 512, 1)
     with phases() as times:
         run(llm, ids, 1, 512, 1)
     report("prefill 512", times, llm.engine)
-    done = 2 * 512 * weights / 2
-    print(f"  linear layers at {done / times['linear'] / 1e12:.2f} TFLOP/s of {flops / 1e12:.2f} (the head runs on one row)")
+    done = 2 * 512 * weights / 2  # the head, which runs on one row, included
+    print(f"  linear layers at {done / times['linear'] / 1e12:.2f} TFLOP/s of {flops / 1e12:.2f}")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -90,15 +91,17 @@ class Engine:
 
         Raises ValueError for what can never run and scheduler.QueueFull at the queue's limit.
         """
+        try:
+            prompt, output = [index(token) for token in prompt], [index(token) for token in output]
+        except TypeError:
+            raise ValueError("a token id is not an integer") from None
         for token in (*prompt, *output):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
         if params.logprobs is not None and params.logprobs > self.max_logprobs:
             raise ValueError(f"logprobs is {params.logprobs}, at most {self.max_logprobs} are given")
         seed = seed_of(self.seed, request_id, params.seed)
-        request = Request(
-            request_id, list(prompt), params, seed, client, priority, epoch, self.clock(), output=list(output)
-        )
+        request = Request(request_id, prompt, params, seed, client, priority, epoch, self.clock(), output=output)
         self.scheduler.add(request)
         return request
 

@@ -201,7 +201,8 @@ def test_start_up_errors_are_one_line(options: dict[str, Any], sentence: str, ti
 
 def test_prompts_that_cannot_run_are_refused_before_anything_runs(tiny_llama: Path) -> None:
     llm = make(tiny_llama, max_model_len=64)
-    for prompt, sentence in (([], "0 tokens"), ([5] * 64, "64 tokens"), ([5, 10**6], "vocabulary")):
+    refused = (([], "0 tokens"), ([5] * 64, "64 tokens"), ([5, 10**6], "vocabulary"), ([5, 1.5], "integer"))
+    for prompt, sentence in refused:
         with pytest.raises(ValueError, match=sentence):
             llm.generate([[1, 2], prompt], GREEDY)
         assert not llm.engine.scheduler.requests
