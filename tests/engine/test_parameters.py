@@ -27,8 +27,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG, SHORT = [7 + i % 50 for i in range(100)], [5, 6, 7]
 
 EFFECTS = {
-    "host": "tests/integration/test_commands.py::test_the_http_address_is_the_one_asked_for",
-    "port": "tests/integration/test_commands.py::test_the_http_address_is_the_one_asked_for",
+    "host": "tests/integration/test_commands.py::test_blade_llm_server_serves",
+    "port": "tests/integration/test_commands.py::test_blade_llm_server_serves",
     "log_level": f"{HERE}::test_log_level",
     "max_gpu_memory_utilization": f"{HERE}::test_max_gpu_memory_utilization",
     "gpu_memory_utilization": f"{HERE}::test_max_gpu_memory_utilization",
@@ -315,7 +315,7 @@ def test_swap_space(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("name", ["max_gpu_memory_utilization", "gpu_memory_utilization"])
 def test_max_gpu_memory_utilization(name: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = 64 << 20
+    limit = 16 << 20
     monkeypatch.setattr("engine.memory.memory_limit_bytes", lambda: limit)
     low, high = (
         make(tiny_llama, **{name: share}, max_num_batched_tokens=64, max_num_seqs=64).engine.stats().total_blocks

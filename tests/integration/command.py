@@ -74,6 +74,11 @@ class Command:
                 continue
         return found
 
+    def listening(self) -> set[str]:
+        """The addresses at which its port is open."""
+        connections = [c for process in self.family() for c in process.net_connections("inet")]
+        return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == self.port}
+
     def wait_gone(self, timeout_s: float = 15) -> None:
         wait_for(lambda: not self.family(), timeout_s, "end of every process")
 
