@@ -11,7 +11,7 @@ import torch
 
 from engine.config import ConfigError, EngineConfig, dtype_name
 from engine.engine import Engine
-from engine.host import claim_cores, default_threads, memory_bandwidth
+from engine.host import SERVICE_CORES, claim_cores, default_threads, memory_bandwidth
 from engine.kv import BlockPool, HostTier
 from engine.kv_cache import KVCache, KVFormat
 from engine.layers.invariance import make_invariant
@@ -34,7 +34,7 @@ def build_engine(
     With pin_cores this thread, and the kernels' threads it will start, keep to cores that no other engine of this host
     has. Raises ConfigError or ValueError with a one-line message.
     """
-    threads = config.threads or default_threads(config.num_replicas)
+    threads = config.threads or default_threads(config.num_replicas, reserved=SERVICE_CORES if pin_cores else 0)
     torch.set_num_threads(threads)
     cores = claim_cores(threads) if pin_cores else []
     if cores:

@@ -10,6 +10,8 @@ import time
 from io import TextIOWrapper
 from pathlib import Path
 
+SERVICE_CORES = 1  # left to proxy, ingress and manager where engines of a service have more than one core each
+
 _claims: list[TextIOWrapper] = []  # the locks of claimed cores
 
 
@@ -61,9 +63,14 @@ def physical_cores() -> list[int]:
     return cores
 
 
-def default_threads(engines: int) -> int:
-    """Threads of one of several engines on this host: physical cores within the CPU quota, shared equally."""
-    return max(1, min(len(physical_cores()), usable_cores()) // engines)
+def default_threads(engines: int, reserved: int = 0) -> int:
+    """Threads of one of several engines on this host: physical cores within the CPU quota, shared equally.
+
+    `reserved` cores are left to other processes where there is more than one core an engine. A team of threads is as
+    fast as its slowest member: one core shared with a front end would slow down all of them at every barrier.
+    """
+    cores = min(len(physical_cores()), usable_cores())
+    return max(1, (cores - reserved) // engines if cores > engines else cores // engines)
 
 
 def claim_cores(count: int, folder: Path | None = None) -> list[int]:

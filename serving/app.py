@@ -7,7 +7,7 @@ from typing import Any
 from ray import serve
 
 from engine.config import EngineConfig
-from engine.host import default_threads
+from engine.host import SERVICE_CORES, default_threads
 from serving.config import AppArgs
 from serving.ingress import Ingress
 from serving.manager import Manager
@@ -37,7 +37,7 @@ def cpus_per_replica(config: EngineConfig) -> float:
     """CPUs Ray reserves for one engine: what was asked for, its threads, or an equal share of this machine."""
     if config.num_cpus_per_replica is not None:
         return config.num_cpus_per_replica
-    return float(config.threads or default_threads(config.num_replicas))
+    return float(config.threads or default_threads(config.num_replicas, reserved=SERVICE_CORES))
 
 
 def drain(seconds: float) -> None:
