@@ -208,6 +208,7 @@ def test_prompts_that_cannot_run_are_refused_before_anything_runs(tiny_llama: Pa
         assert not llm.engine.scheduler.requests
 
 
+@pytest.mark.slow
 def test_the_demo_model_speaks_like_transformers() -> None:
     """SmolLM2 from its GGUF, dequantised to float32: 64 greedy tokens on 20 prompts."""
     from transformers import AutoModelForCausalLM

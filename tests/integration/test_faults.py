@@ -67,6 +67,7 @@ def test_an_engine_killed_under_load_costs_no_token(service: Service, calm: list
     service.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_stopped_ingress_resumes_its_streams(service: Service, calm: list[Result]) -> None:
     expected = undisturbed(service, calm)
     info = service.handle.info.remote().result(timeout_s=10)

@@ -140,8 +140,11 @@ def two_engines(model: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deadline_s", [300.0, 0.5], ids=["enough time", "no time"])
-@pytest.mark.parametrize("change", [{"seed": 1}, {"num_replicas": 1}], ids=["update", "scale in"])
+@pytest.mark.parametrize(
+    ("change", "deadline_s"),
+    [({"seed": 1}, 300.0), ({"num_replicas": 1}, 0.5)],
+    ids=["update with time to drain", "scale in without"],
+)
 def test_a_redeployment_under_streams_costs_no_token(
     application: Service, long_llama: Path, calm: list[Result], change: dict[str, Any], deadline_s: float
 ) -> None:
