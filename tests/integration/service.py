@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -22,6 +23,9 @@ from serving.config import AppArgs
 from serving.replica import ACTOR_NAMESPACE
 
 
+_folders: list[str] = []  # of the clusters started here
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -33,6 +37,7 @@ def start_cluster(num_cpus: int = 2) -> int:
     os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
     os.environ.pop("RAY_ADDRESS", None)
     folder = tempfile.mkdtemp(prefix="ferry-", dir="/tmp")  # short: Ray's sockets live below it
+    _folders.append(folder)
     ray.init(
         num_cpus=num_cpus,
         include_dashboard=False,
@@ -49,6 +54,8 @@ def start_cluster(num_cpus: int = 2) -> int:
 def stop_cluster() -> None:
     serve.shutdown()
     ray.shutdown()
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass
