@@ -22,7 +22,6 @@ from serving.app import APP_NAME, build
 from serving.config import AppArgs
 from serving.replica import ACTOR_NAMESPACE
 
-
 _folders: list[str] = []  # of the clusters started here
 
 
