@@ -29,6 +29,7 @@ BACKPRESSURE_ITEMS = 16
 BOOKING_S = 0.3  # a report sent after this long shows the request
 TICK_S = 0.05
 RENEW_S = 1.0
+IDLE_RENEW_S = 10.0  # for an engine without requests of this ingress
 VIEW_TIMEOUT_S = 5.0
 CLOSE_MARGIN_S = 0.3  # engines end their requests first
 CUT_RETRY_S = 2.0  # when an engine whose stream was cut may be tried again
@@ -42,7 +43,8 @@ class Link:
     actor: Any
     report: LoadReport
     task: asyncio.Task[None] | None = None
-    answered: float = 0.0  # when it last answered a lease renewal
+    renewed: float = 0.0  # when its lease was last renewed
+    unanswered_since: float | None = None  # the first renewal without an answer
     booked: list[tuple[float, int]] = field(default_factory=list)  # (when, blocks)
 
 
@@ -206,7 +208,7 @@ class EngineClient:
             if report.state == STARTING:
                 self.starting[name] = report.phase
             elif self.avoid.get(name, 0.0) <= now:
-                link = self.links[name] = Link(name, entry["actor"], report, answered=now)
+                link = self.links[name] = Link(name, entry["actor"], report)
                 link.task = self._spawn(self._read(link))
         self.avoid = {name: when for name, when in self.avoid.items() if name in engines and when > now}
 
@@ -250,20 +252,24 @@ class EngineClient:
         while True:
             started = time.monotonic()
             for link in list(self.links.values()):
-                self._spawn(self._renew_one(link))
-                if started - link.answered > 2 * self.config.lease_s:
+                if link.unanswered_since is not None and started - link.unanswered_since > 2 * self.config.lease_s:
                     self._lose(link)
+                elif started - link.renewed >= IDLE_RENEW_S or self.tracker.cursors(link.id):
+                    self._spawn(self._renew_one(link, started))
             await asyncio.sleep(RENEW_S)
             late = time.monotonic() - started - RENEW_S
             if late > 1.0:  # this process was stopped: the silence was ours
                 logger.warning("this ingress was stopped for %.1f s", late)
                 for link in self.links.values():
-                    link.answered += late
+                    link.unanswered_since = None
 
-    async def _renew_one(self, link: Link) -> None:
+    async def _renew_one(self, link: Link, now: float) -> None:
+        link.renewed = now
+        if link.unanswered_since is None:
+            link.unanswered_since = now
         try:
             await link.actor.renew.remote(self.name, self.tracker.cursors(link.id))
-            link.answered = time.monotonic()
+            link.unanswered_since = None
         except RayError:
             pass  # the stream tells
 

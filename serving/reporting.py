@@ -15,7 +15,9 @@ from typing import Any
 logger = logging.getLogger("ferry.reporting")
 
 MIN_INTERVAL_S = 0.1
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 2.0  # nothing has changed; the manager calls an engine suspect after 3 s
+METRICS_S = 1.0  # between metrics that changed
+REFRESH_S = 4.0  # unchanged metrics are sent again this often, so that the manager does not drop them
 CALL_TIMEOUT_S = 2.0
 
 
@@ -35,6 +37,7 @@ class Reporter:
     async def run(self) -> None:
         known = False
         metrics_at = 0.0
+        sent: list[Any] | None = None
         while self.manager is not None:
             self._changed.clear()
             self.sequence += 1
@@ -42,8 +45,9 @@ class Reporter:
             if not known:
                 report["actor"] = self.actor
             now = time.monotonic()
-            if now - metrics_at >= HEARTBEAT_S:
-                report["metrics"], metrics_at = families, now
+            age = now - metrics_at
+            if not known or age >= REFRESH_S or (age >= METRICS_S and families != sent):
+                report["metrics"], metrics_at, sent = families, now, families
             try:
                 answer = await asyncio.wait_for(self.manager.report.remote(report), CALL_TIMEOUT_S)
                 known = bool(answer.get("known"))

@@ -36,9 +36,9 @@ class FakeManager:
             self.in_flight -= 1
 
 
-async def report(manager: FakeManager, seconds: float, every_s: float | None = None) -> Reporter:
-    """Run a reporter for a while; something changes every_s."""
-    reporter = Reporter(manager, lambda sequence: ({"sequence": sequence}, ["families"]))
+async def report(manager: FakeManager, seconds: float, every_s: float | None = None, changing: bool = True) -> Reporter:
+    """Run a reporter for a while; something changes every_s, and with it the metrics if they are `changing`."""
+    reporter = Reporter(manager, lambda sequence: ({"sequence": sequence}, [sequence if changing else 0]))
     reporter.actor = "handle"
     task = asyncio.create_task(reporter.run())
     end = time.monotonic() + seconds
@@ -54,6 +54,8 @@ async def report(manager: FakeManager, seconds: float, every_s: float | None = N
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporting, "MIN_INTERVAL_S", 0.05)
     monkeypatch.setattr(reporting, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(reporting, "METRICS_S", 0.2)
+    monkeypatch.setattr(reporting, "REFRESH_S", 0.4)
     monkeypatch.setattr(reporting, "CALL_TIMEOUT_S", 0.1)
 
 
@@ -84,12 +86,15 @@ async def test_the_actor_goes_along_until_the_manager_knows_the_engine() -> None
     assert introduced == sorted(introduced, reverse=True)
 
 
-async def test_metrics_go_along_once_a_heartbeat() -> None:
+@pytest.mark.parametrize(("changing", "interval"), [(True, "METRICS_S"), (False, "REFRESH_S")])
+async def test_metrics_go_along_when_they_changed_and_now_and_then(changing: bool, interval: str) -> None:
     manager = FakeManager()
-    await report(manager, 0.5, every_s=0.01)
+    await report(manager, 0.9, every_s=0.01, changing=changing)
     with_metrics = [t for t, m in zip(manager.times, manager.messages, strict=True) if "metrics" in m]
     assert len(manager.messages) > len(with_metrics) >= 2
-    assert min(b - a for a, b in zip(with_metrics, with_metrics[1:], strict=False)) >= 0.19
+    least = getattr(reporting, interval) - 0.01
+    gaps = [b - a for a, b in zip(with_metrics, with_metrics[1:], strict=False)]
+    assert min(gaps) >= least and (changing or max(gaps) < 2 * least)
 
 
 async def test_a_hanging_manager_gets_one_report_at_a_time() -> None:

@@ -1,0 +1,62 @@
+"""An engine that computes or idles leaves its process, and everybody else, alone."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+import ray
+
+from tests.integration.service import Service
+
+LIMIT_S = 0.05
+PROMPT_TOKENS = 8000
+
+
+@pytest.fixture
+def demo(application: Service) -> Service:
+    return application.ensure(model="demo:smollm2", num_replicas=1, kv_cache_memory_bytes=512 << 20)
+
+
+@pytest.mark.slow
+def test_a_long_prefill_holds_up_neither_health_nor_the_engine_process(demo: Service) -> None:
+    engine = next(iter(demo.engines().values()))
+    body = {"model": "tiny", "prompt": [i % 40_000 for i in range(PROMPT_TOKENS)], "max_tokens": 1}
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{demo.url}/v1/completions", json=body, timeout=120))
+    )
+    health, pings = [], []
+    with httpx.Client(base_url=demo.url) as client:
+        client.get("/health")
+        thread.start()
+        while thread.is_alive():
+            started = time.perf_counter()
+            assert client.get("/health").status_code == 200
+            health.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            ray.get(engine.ping.remote(), timeout=10)
+            pings.append(time.perf_counter() - started)
+            time.sleep(0.02)
+    assert answers[0].status_code == 200, answers[0].text
+    assert len(health) > 20  # the prefill took a while
+    for name, seconds in (("/health", health), ("ping", pings)):
+        p95 = statistics.quantiles(seconds, n=20)[-1]
+        print(f"{name}: median {statistics.median(seconds) * 1e3:.1f} ms, p95 {p95 * 1e3:.1f} ms")
+        assert p95 < LIMIT_S, name
+
+
+@pytest.mark.slow
+def test_an_idle_engine_uses_less_than_one_percent_of_a_core(demo: Service) -> None:
+    processes = [psutil.Process(snapshot["pid"]) for snapshot in demo.snapshots().values()]
+    time.sleep(2)
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(10)
+    for process, start in zip(processes, before, strict=True):
+        used = (sum(process.cpu_times()[:2]) - start) / 10
+        print(f"idle engine: {used:.2%} of a core")
+        assert used < 0.01
