@@ -6,24 +6,29 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
 
 import torch
 
-from engine.config import ConfigError, EngineConfig, dtype_name
+from engine.config import EngineConfig, dtype_name
 from engine.engine import Engine
 from engine.host import SERVICE_CORES, claim_cores, default_threads, memory_bandwidth
 from engine.kv import BlockPool, HostTier
 from engine.kv_cache import KVCache, KVFormat
 from engine.layers.invariance import make_invariant
 from engine.loader import load_model
-from engine.loader.source import resolve_model
 from engine.memory import activation_bytes, plan_memory
-from engine.model_config import ModelConfig
+from engine.model_config import ModelConfig, check_lengths
 from engine.runner import ModelRunner
 from engine.scheduler import SchedulerConfig
+from engine.source import resolve_model
+from engine.text.tokenizer import load_tokenizer
 from kernels import dispatch
 
 logger = logging.getLogger("ferry.engine")
+
+ENDS_BYTES = 1 << 16
 
 
 def build_engine(
@@ -45,12 +50,16 @@ def build_engine(
     dtype = getattr(torch, dtype_name(config.dtype, model_config.dtype))
     if config.dtype == "half":
         logger.info("dtype half means bfloat16 on CPU; ask for float16 to get it")
+    check_lengths(config, model_config.max_position_embeddings)
     on_phase("loading weights")
     started = time.perf_counter()
     model = load_model(path, model_config, load_format=config.load_format, dtype=dtype, seed=config.seed)
     device = torch.device("cpu")
+    numerics = dispatch.numerics(device, dtype)
     if config.batch_invariant and dtype != torch.float32:
-        on_phase("proving that results do not depend on the batch")
+        if numerics == "torch":
+            logger.warning("batch_invariant is not kept by torch's kernels: a token's bits may depend on its batch")
+        on_phase("checking that results do not depend on the batch")
         make_invariant(model, config.max_num_batched_tokens, config.max_num_seqs)
     on_phase("allocating the KV cache")
     fmt = KVFormat(
@@ -61,7 +70,7 @@ def build_engine(
         dtype,
         transposed_keys=dispatch.transposed_keys(device, dtype),
     )
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     step = activation_bytes(
         model_config.hidden_size,
         model_config.intermediate_size,
@@ -69,16 +78,7 @@ def build_engine(
         config.max_num_batched_tokens,
         config.max_num_seqs,
     )
-    plan = plan_memory(config, fmt, model_config.max_position_embeddings, weights, step)
-    if config.max_model_len is not None and config.max_model_len > model_config.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, the model's longest is {model_config.max_position_embeddings}"
-        )
-    if not config.enable_chunked_prefill and plan.max_model_len > config.max_num_batched_tokens:
-        raise ConfigError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}, without chunked prefill it must be at least "
-            f"max_model_len ({plan.max_model_len})"
-        )
+    plan = plan_memory(config, fmt, model_config.max_position_embeddings, weight_bytes, step)
     kv = KVCache(fmt, plan.num_blocks, plan.host_slots)
     host = HostTier(plan.host_slots)
     pool = BlockPool(plan.num_blocks, config.block_size, host, keep_evicted=config.prompt_cache_enable_swap)
@@ -93,16 +93,16 @@ def build_engine(
         prefix_caching=config.enable_prefix_caching,
         chunked_prefill=config.enable_chunked_prefill,
         delay_factor=config.scheduler_delay_factor,
-        eos_token_ids=model_config.eos_token_ids,
+        eos_token_ids=_eos_token_ids(config, model_config, path),
     )
-    key = f"{path.name}:{weights}:{fmt.key()}:{dispatch.numerics(device, dtype)}"
+    key = f"{weights_id(path)}:{fmt.key()}:{numerics}"
     engine = Engine(
         ModelRunner(model, kv), pool, scheduling, vocab_size=model_config.vocab_size, seed=config.seed, compat_key=key
     )
     where = f"cores {','.join(map(str, cores))}" if cores else "not pinned"
     logger.info(
         "%d threads (%s) read memory at %.1f GB/s; kernels %s",
-        *(threads, where, memory_bandwidth() / 1e9, dispatch.numerics(device, dtype)),
+        *(threads, where, memory_bandwidth() / 1e9, numerics),
     )
     logger.info(
         "%s ready in %.1f s: %s, %d KV blocks of %d tokens (%s), max_model_len %d, %d host slots",
@@ -110,3 +110,23 @@ def build_engine(
         *(config.block_size, plan.reason, plan.max_model_len, plan.host_slots),
     )
     return engine
+
+
+def _eos_token_ids(config: EngineConfig, model_config: ModelConfig, path: Path) -> tuple[int, ...]:
+    """What ends a sequence: the checkpoint's ids and its tokenizer's, which chat fine-tunes often change alone."""
+    if config.skip_tokenizer_init:
+        return model_config.eos_token_ids
+    return tuple(dict.fromkeys((*model_config.eos_token_ids, *load_tokenizer(path).eos_token_ids)))
+
+
+def weights_id(path: Path) -> str:
+    """Names a checkpoint by its weight files: names, sizes, and what lies at their ends."""
+    digest = blake2b(digest_size=12)
+    for file in [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.gguf")]):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with open(file, "rb") as stream:
+            digest.update(stream.read(ENDS_BYTES))
+            stream.seek(max(0, size - ENDS_BYTES))
+            digest.update(stream.read(ENDS_BYTES))
+    return digest.hexdigest()

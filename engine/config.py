@@ -176,7 +176,7 @@ class EngineConfig:
     log_level: str = option("str", "INFO", "log level", group="service", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     num_replicas: int = option("int", 1, "engines of the deployment", group="service", low=1)
     num_cpus_per_replica: float | None = option(
-        "float", None, "CPUs that Ray reserves for one engine", group="service", low=0.0,
+        "float", None, "CPUs that Ray reserves for one engine", group="service", above=0.0,
         default_text="a share of the machine",
     )  # fmt: skip
     max_num_queued: int = option(
@@ -196,7 +196,7 @@ class EngineConfig:
         "float", 300.0, "seconds that running requests get when an engine is to go away", group="service", low=0.0
     )
     lease_s: float = option(
-        "float", 5.0, "seconds of silence after which an engine drops an ingress's requests", group="service", above=0.0
+        "float", 5.0, "seconds of silence after which an engine drops an ingress's requests", group="service", low=0.1
     )
     max_resumes: int = option(
         "int", 3, "times a request is started again after its engine died", group="service", low=0

@@ -19,7 +19,7 @@ class LayerCache(Protocol):
     """The part of a KV cache that attention layers need."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer: views [num_blocks, block_size, kv_heads, head_dim], last stride 1."""
+        """K and V of a layer: views [num_blocks, block_size, kv_heads, head_dim]."""
         ...
 
 

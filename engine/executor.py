@@ -1,7 +1,7 @@
 """The seam between scheduling and computing.
 
 An executor runs plans in order. `engine.runner.ModelRunner` is the one in this process; any other (worker processes,
-actors) only has to speak these four calls, because a plan carries deltas and a result carries token ids.
+actors) only has to speak these three calls, because a plan carries deltas and a result carries token ids.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The KV cache's memory: one byte slab a block, holding all layers.
 
-    block = [layer 0 K | layer 0 V | layer 1 K | layer 1 V | ...]      each [kv_heads, block_size, head_dim]
+    block = [layer 0 K | layer 0 V | layer 1 K | layer 1 V | ...]      each [kv_heads, block_size, head_dim];
+                                                                       K perhaps [kv_heads, head_dim, block_size]
 
 Moving, swapping and handing over a request copy whole slabs; attention gets strided views. `KVFormat` is the only
 place that knows where a layer's K and V lie, so mixed formats or scales change nothing else.

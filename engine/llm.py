@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -52,11 +52,12 @@ class LLM:
 
     def __init__(self, model: str, **options: Any):
         from engine.build import build_engine
-        from engine.loader.source import resolve_model
+        from engine.source import resolve_model
         from engine.text.tokenizer import Tokenizer, load_tokenizer
 
         self.config = resolve({"model": model, **options})
-        self.engine = build_engine(self.config)
+        # A script has no impatient clients: its prompts may queue for as long as it takes.
+        self.engine = build_engine(replace(self.config, max_queue_time=2**31 - 1))
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(resolve_model(self.config.model))

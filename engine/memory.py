@@ -31,6 +31,7 @@ def plan_memory(
     """The KV plan of one engine. Raises ConfigError when nothing fits or an explicit max_model_len does not."""
     block = fmt.block_bytes
     longest = config.max_model_len or model_max_len
+    swap = int(config.swap_space * (1 << 30))
     if config.num_gpu_blocks_override is not None:
         count, reason = config.num_gpu_blocks_override, "num_gpu_blocks_override"
     elif config.kv_cache_memory_bytes is not None:
@@ -38,6 +39,8 @@ def plan_memory(
     else:
         share = config.max_gpu_memory_utilization * (limit if limit is not None else memory_limit_bytes())
         room = int(share / config.num_replicas) - model_bytes - step_bytes
+        swap = min(swap, max(room, 0) // 2)  # on CPU the host tier is in the same memory
+        room -= swap
         useful = config.max_num_seqs * -(-longest // fmt.block_size) * block
         count = min(room, CPU_DEFAULT_BYTES, useful) // block
         reason = f"max_gpu_memory_utilization {config.max_gpu_memory_utilization:g}"
@@ -49,5 +52,4 @@ def plan_memory(
             f"max_model_len is {config.max_model_len}, but the KV cache holds {capacity} tokens ({reason}); "
             f"lower max_model_len or raise kv_cache_memory_bytes to {fmt.block_bytes * -(-longest // fmt.block_size)}"
         )
-    host_slots = int(config.swap_space * (1 << 30)) // block
-    return MemoryPlan(count, host_slots, min(longest, capacity), reason)
+    return MemoryPlan(count, swap // block, min(longest, capacity), reason)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config import ConfigError, EngineConfig
 from engine.rope_scaling import frequency_factors
 
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -94,7 +95,7 @@ class ModelConfig:
     @classmethod
     def from_gguf(cls, path: str | Path) -> ModelConfig:
         """Read the metadata of a .gguf file. Raises ValueError with one line."""
-        from engine.loader.gguf_file import GGUFFile
+        from engine.gguf_file import GGUFFile
 
         file = GGUFFile(path)
         kind = file.metadata.get("general.architecture")
@@ -165,3 +166,14 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not exist, a model directory needs one") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def check_lengths(config: EngineConfig, longest: int) -> None:
+    """Compare the lengths of a configuration with the model's longest sequence. Raises ConfigError."""
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"--max_model_len is {config.max_model_len}, must be at most {longest}, the model's longest")
+    if not config.enable_chunked_prefill and (config.max_model_len or longest) > config.max_num_batched_tokens:
+        raise ConfigError(
+            f"--max_num_batched_tokens is {config.max_num_batched_tokens}, must be at least max_model_len "
+            f"({config.max_model_len or longest}) while enable_chunked_prefill is off"
+        )

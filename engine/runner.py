@@ -96,7 +96,8 @@ class ModelRunner:
         output = self.sampler.sample(logits, rows)
         results = []
         for (w, _), token, logprobs in zip(sampling, output.ids, output.logprobs, strict=True):
-            self.sequences[w.id].tokens.append(token)
+            if token >= 0:
+                self.sequences[w.id].tokens.append(token)
             results.append(Sampled(w.id, token, logprobs))
         return results
 

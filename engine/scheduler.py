@@ -19,9 +19,10 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.event import NOT_FINITE, QUEUE_TIMEOUT, Event
 from engine.kv import BlockPool, block_hash, root_hash
 from engine.request import Epoch, Request, Status
-from engine.step import SequenceStart, StepPlan, StepResult, TokenLogprobs, Work
+from engine.step import SequenceStart, StepPlan, StepResult, Work
 
 RECOMPUTE, SWAP, AUTO = "RECOMPUTE", "SWAP", "AUTO"
 
@@ -48,18 +49,6 @@ class SchedulerConfig:
     delay_factor: float = 0.0
     reservation_s: float = 10.0
     eos_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class Event:
-    """One new token of a request, or its end. Exactly one event of a request has finish_reason or error set."""
-
-    request: Request
-    index: int  # of the token in the output; of the next one if there is no token
-    token: int | None = None
-    logprobs: TokenLogprobs | None = None
-    finish_reason: str | None = None
-    error: str | None = None  # kind of a typed error
 
 
 @dataclass(slots=True)
@@ -96,7 +85,10 @@ class Scheduler:
     # -- requests in and out ------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises QueueFull at the limit and ValueError for a length or id that can never run."""
+        """Queue a request. Raises QueueFull at the limit and ValueError for what can never run.
+
+        The limit is for new requests: one that brings output was let in before, and its client has begun to read.
+        """
         if request.id in self.requests:
             raise ValueError(f"request {request.id} is already here")
         limit = self.max_length
@@ -105,13 +97,15 @@ class Scheduler:
         if len(request.tokens) >= limit:
             what = "prompt and the tokens so far have" if request.output else "prompt has"
             raise ValueError(f"the {what} {len(request.tokens)} tokens, at most {limit - 1} fit")
-        if self.queue_full:
+        if not isinstance(request.priority, int):
+            raise ValueError(f"priority is {request.priority!r}, must be an integer")
+        if self.queue_full and not request.output:
             raise QueueFull(f"{len(self.waiting)} requests are queued, the limit is {self.config.max_num_queued}")
         self._orders += 1
         request.order = self._orders
         request.arrival = request.arrival or self.clock()
-        self.requests[request.id] = request
         self._enqueue(request)
+        self.requests[request.id] = request
 
     def abort(self, request_id: str) -> Request | None:
         """Drop a request and free its blocks at once; None if it is not here."""
@@ -179,6 +173,10 @@ class Scheduler:
         for sampled in result.sampled:
             request = self.requests[sampled.id]
             index = len(request.output)
+            if sampled.token < 0:
+                self._remove(request)
+                events.append(Event(request, index, error=NOT_FINITE))
+                continue
             request.append(sampled.token)
             reason = self._finish_reason(request, sampled.token)
             if reason is not None:
@@ -274,10 +272,6 @@ class Scheduler:
         bisect.insort(self.running, record, key=self._key)
         self._register(record)
         return record
-
-    def give_up(self, request_id: str) -> Request | None:
-        """Let go of a request that another engine owns now. Its full blocks stay as prefix cache."""
-        return self.abort(request_id)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -445,7 +439,7 @@ class Scheduler:
         late = [r for r in self.waiting if not r.started and now - r.arrival > self.config.max_queue_time_s]
         for request in late:
             self._remove(request)
-        return [Event(request, len(request.output), error="queue_timeout") for request in late]
+        return [Event(request, len(request.output), error=QUEUE_TIMEOUT) for request in late]
 
     def _expire_reservations(self, now: float) -> None:
         for key in [key for key, r in self.reservations.items() if r.expires <= now]:

@@ -58,7 +58,7 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     id: str
-    token: int
+    token: int  # below 0: the logits were not finite
     logprobs: TokenLogprobs | None = None
 
 

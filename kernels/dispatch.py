@@ -20,7 +20,7 @@ def backend(device: torch.device) -> Any:
 
 
 def numerics(device: torch.device, dtype: torch.dtype) -> str:
-    """Names the order of rounding: two processes with equal names compute equal bits."""
+    """Names the order of rounding: processes with equal names compute equal bits, unless it is "torch"."""
     return cpu.numerics(dtype) if device.type == "cpu" else f"reference-{device.type}"
 
 

@@ -6,6 +6,8 @@ Shapes: T tokens, H query heads, K key/value heads (H a multiple of K), D head s
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -78,8 +80,10 @@ def rope_and_cache(
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first index of the largest value of each row of [S, V]: int64 [S]."""
-    return torch.tensor([row.index(max(row)) for row in logits.float().tolist()])
+    """The first index of the largest value of each row of [S, V]: int64 [S]; -1 where that is no finite number."""
+    best = [max((value for value in row if value == value), default=math.inf) for row in logits.float().tolist()]
+    rows = logits.float().tolist()
+    return torch.tensor([row.index(m) if math.isfinite(m) else -1 for row, m in zip(rows, best, strict=True)])
 
 
 def silu_mul(x: Tensor) -> Tensor:

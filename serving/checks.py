@@ -39,27 +39,24 @@ def check_environment() -> None:
     )
 
 
-def check_plan(plan: Plan) -> Model:
-    """Find the model and compare the configuration with it. Raises ConfigError with one line."""
-    from engine.loader.source import resolve_model
-    from engine.model_config import ModelConfig
+def check_plan(plan: Plan, weights: bool = True) -> Model:
+    """Find the model, with its weights or without, and compare the configuration with it.
+
+    Raises ConfigError with one line.
+    """
+    from engine.model_config import ModelConfig, check_lengths
+    from engine.source import resolve_model
 
     config = plan.config
     try:
-        path = Path(resolve_model(config.model))
+        path = Path(resolve_model(config.model, weights))
         model = ModelConfig.from_pretrained(path)
     except (ValueError, OSError) as error:
         raise ConfigError(_about_model(config.model, error)) from error
     if not config.skip_tokenizer_init and path.is_dir() and not any((path / f).exists() for f in TOKENIZER_FILES):
         raise ConfigError(f"--model {config.model}: no tokenizer in {path}, set skip_tokenizer_init to do without one")
     longest = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"--max_model_len is {config.max_model_len}, must be at most {longest}, the model's longest")
-    if not config.enable_chunked_prefill and (config.max_model_len or longest) > config.max_num_batched_tokens:
-        raise ConfigError(
-            f"--max_num_batched_tokens is {config.max_num_batched_tokens}, must be at least max_model_len "
-            f"({config.max_model_len or longest}) while enable_chunked_prefill is off"
-        )
+    check_lengths(config, longest)
     return Model(path, model, config.max_model_len or longest, dtype_name(config.dtype, model.dtype))
 
 

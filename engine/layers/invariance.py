@@ -1,8 +1,9 @@
-"""The proof, on this machine, that a linear layer gives a row the same bits in any batch.
+"""A check, on this machine, that a linear layer gives a row the same bits in any batch.
 
 A matrix product may sum in another order when it has another number of rows; then a token could depend on the batch
 it was computed in, and a moved, resumed or replayed request on where that happened. So at start every distinct shape
-is multiplied with batches of many sizes, at one thread and at all of them. A shape that fails runs in fixed tiles of
+is multiplied with batches of many sizes, around those where libraries change their ways, at one thread and at all of
+them; the largest batches of very large layers are left out. A shape that fails runs in fixed tiles of
 FIXED_ROWS rows from then on, padded with zeros: then every product has the same size.
 """
 

@@ -1,8 +1,7 @@
 """Linear layers whose parameters know how to load themselves and, on CPU, are repacked after loading.
 
-oneDNN reads a bf16 weight laid out in plain rows at a fraction of memory speed when the batch is small: a packed
-weight makes a decode step up to 35 times faster (see benchmarks). Packing replaces the parameter, so only one copy
-stays alive, except where an embedding shares the rows.
+oneDNN reads a bf16 weight laid out in plain rows at a fraction of memory speed when the batch is small. Packing
+replaces the parameter, so only one copy stays alive, except where an embedding shares the rows.
 """
 
 from __future__ import annotations

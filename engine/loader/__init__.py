@@ -1,7 +1,7 @@
 """From a checkpoint to a model ready to run.
 
-The model is built on the meta device, then given memory that stays untouched until weights are copied in: at no time
-do two copies of the weights exist.
+The model is built on the meta device, then given memory that stays untouched until weights are copied in, so that
+loading needs no second copy of them. (A tied head that is packed keeps one of its matrix.)
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from engine.layers.linear import MergedLinear
 from engine.loader import dummy, gguf, safetensors
-from engine.loader.source import resolve_model
 from engine.model_config import ModelConfig
 from engine.models.registry import model_class
+from engine.source import resolve_model
 
 __all__ = ["load_model"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.loader.gguf_file import GGUFFile
+from engine.gguf_file import GGUFFile
 from engine.model_config import ModelConfig
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

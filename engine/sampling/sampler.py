@@ -20,6 +20,7 @@ from engine.sampling.params import SamplingParams
 from engine.step import TokenLogprobs
 from kernels import dispatch
 
+NOT_FINITE = -1  # in place of a token: the row's logits are no finite numbers
 NUCLEUS_GUESS = 1024  # most nuclei are smaller; finding this many is cheaper than sorting the vocabulary
 
 
@@ -40,14 +41,17 @@ class SampleOutput:
 
 class Sampler:
     def sample(self, logits: Tensor, rows: list[SampleRow]) -> SampleOutput:
-        """One token for each row of logits [len(rows), vocab]; all but the argmax is computed in float32."""
+        """One token for each row of logits [len(rows), vocab]; all but the argmax is computed in float32.
+
+        A row whose logits are not finite gets NOT_FINITE and no logprobs.
+        """
         ids: list[int] = dispatch.argmax(logits).tolist()
         for kind, members in _by_kind(rows, logits.shape[1]).items():
             picked = _sample(logits[members].float(), [rows[i] for i in members], *kind)
             for i, token in zip(members, picked, strict=True):
                 ids[i] = token
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and ids[i] != NOT_FINITE]
         if wanted:
             counts = [rows[i].params.logprobs or 0 for i in wanted]
             for i, entry in zip(
@@ -111,15 +115,19 @@ def _open_nucleus(scores: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _inverse_cdf(cumulative: Tensor, rows: list[SampleRow]) -> list[int]:
-    """The first token of each row whose cumulative weight exceeds the row's uniform share of the total."""
+    """The first token of each row whose cumulative weight exceeds the row's uniform share of the total.
+
+    NOT_FINITE for a row without a finite total: its logits hold an infinity or no number.
+    """
     totals = cumulative[:, -1].tolist()
     targets = [
         # u * total may round up to total, which no cumulative weight exceeds
-        min(uniform(row.seed, row.index) * total, math.nextafter(total, 0.0))
+        min(uniform(row.seed, row.index) * total, math.nextafter(total, 0.0)) if math.isfinite(total) else 0.0
         for row, total in zip(rows, totals, strict=True)
     ]
     found = torch.tensor(targets, dtype=torch.float64, device=cumulative.device)[:, None]
-    return torch.searchsorted(cumulative, found, right=True).squeeze(1).tolist()
+    picked = torch.searchsorted(cumulative, found, right=True).squeeze(1).tolist()
+    return [token if math.isfinite(total) else NOT_FINITE for token, total in zip(picked, totals, strict=True)]
 
 
 def token_logprobs(logits: Tensor, ids: list[int], counts: list[int]) -> list[TokenLogprobs]:

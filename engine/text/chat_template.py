@@ -1,7 +1,7 @@
 """Chat templates: jinja2 in the dialect of Hugging Face.
 
 The same environment as transformers' own renderer (sandboxed, trim_blocks, lstrip_blocks, loop controls, tojson,
-raise_exception, strftime_now, generation blocks), without the 0.7 s its import takes.
+raise_exception, strftime_now, generation blocks), without the time its import takes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Converts a tokenizer of an older format to `tokenizers` JSON: python convert.py DIRECTORY OUTPUT
 
-A program of its own, because transformers' AutoTokenizer imports torch: 1.7 s and 180 MB that the front end, which
-needs neither, would carry for its whole life.
+A program of its own, because transformers' AutoTokenizer imports torch, which the front
+end does not need and would carry for its whole life.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from typing import Any
 
 import tokenizers
 
-from engine.text import gguf_metadata, gguf_tokenizer, token_bytes
+from engine.gguf_file import GGUFFile
+from engine.text import gguf_tokenizer, token_bytes
 from engine.text.chat_template import ChatTemplate
 from engine.text.convert import SPECIAL_NAMES, convert
 
@@ -54,11 +55,12 @@ class Tokenizer:
             raise ValueError("text is not valid Unicode: it holds a lone surrogate") from error
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of whole sequences; ids beyond the vocabulary (padding rows of the model) are empty."""
+        """The text of some tokens; ids beyond the vocabulary (padding rows of the model) are empty.
+
+        A SentencePiece tokenizer's space before a word is kept: an output goes on from its prompt.
+        """
         skip = self.special_ids if skip_special_tokens else frozenset()
-        text = b"".join([self.token_bytes(index) for index in ids if index not in skip]).decode("utf-8", "replace")
-        # SentencePiece puts a space before the first word of a text, which was never there
-        return text.removeprefix(" ") if self._to_bytes is token_bytes.byte_fallback else text
+        return b"".join([self.token_bytes(index) for index in ids if index not in skip]).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to the text, special tokens as written; empty for an id beyond the vocabulary."""
@@ -119,7 +121,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    metadata = gguf_metadata.read_metadata(path)
+    metadata = GGUFFile(path).metadata
     backend = gguf_tokenizer.from_metadata(path.name, metadata)
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     ids = {kind: metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in [*names, "eot"]}

@@ -26,7 +26,7 @@ def ops() -> NativeOps | ModuleType:
 
 
 def numerics(dtype: torch.dtype) -> str:
-    """Names the order of rounding: two processes with equal names compute equal bits."""
+    """Names the order of rounding of one kind of host; "torch" where none is promised."""
     native = ops()
     if isinstance(native, NativeOps) and native.supports(dtype):
         return native.numerics

@@ -1,8 +1,8 @@
-"""Compiles kernels/cpu/native on first use and loads it: plain C ABI, the host's compiler, ctypes, about a second once.
+"""Compiles kernels/cpu/native on first use and loads it: plain C ABI, the host's compiler, ctypes.
 
-The library is cached by source, flags, compiler and processor, so that a shared cache directory serves unlike hosts,
-and made under a file lock, so that engines that start together compile once. torch is imported before it is loaded:
-both then use one OpenMP runtime.
+The library is cached by source, flags, compiler and processor features, so that a shared cache directory serves
+unlike hosts, and made under a file lock, so that engines that start together compile once. torch is imported before
+it is loaded: both then use one OpenMP runtime.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +29,8 @@ COMPILERS = ("cc", "gcc", "clang")
 COMPILE_LIMIT_S = 120.0
 FLAGS = (
     *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
-    # Contraction to fused multiply-adds is the same for every copy of an expression; reordering is not allowed.
+    # No -ffast-math: sums keep their order. Multiplications and additions may fuse; that all inlined copies of a
+    # routine fuse alike is what the tests of exactness establish for a compiler.
     *("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"),
 )
 
@@ -43,30 +45,46 @@ def load(target: str = "native") -> ctypes.CDLL:
 
     Raises Unavailable when there is no compiler or it fails.
     """
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise Unavailable(f"no C compiler ({', '.join(COMPILERS)}) is on the PATH")
-    command = [compiler, *FLAGS, *_target_flags(target)]
-    library = cache_directory() / f"kernels-{_key(command, target)}.so"
     try:
+        library = cache_directory() / f"kernels-{target}-{build_id(target)}.so"
         if not library.exists():
-            _compile(command, library)
+            _compile(_command(target), library)
         return ctypes.CDLL(str(library))
-    except OSError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         raise Unavailable(f"the compiled kernels cannot be used: {error}") from error
 
 
+@cache
+def build_id(target: str = "native") -> str:
+    """Digest of all that decides the library's results: source, flags, compiler, the processor's features."""
+    command = _command(target)
+    digest = hashlib.blake2b(" ".join(command).encode(), digest_size=12)
+    for file in sorted(SOURCE.glob("*.[ch]")):
+        digest.update(file.read_bytes())
+    digest.update(subprocess.run([command[0], "--version"], capture_output=True, timeout=10).stdout)
+    digest.update(_processor_features().encode())
+    return digest.hexdigest()
+
+
 def cache_directory() -> Path:
-    """Where compiled kernels live: below $XDG_CACHE_HOME or ~/.cache."""
+    """Where compiled kernels live: below $XDG_CACHE_HOME or ~/.cache, else a folder of ours in the temporary one.
+
+    Raises OSError when there is no folder that only this user can have written to.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    path = Path(base) / "ferry"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    except OSError:  # a read-only home
-        path = Path(tempfile.gettempdir()) / f"ferry-{os.getuid()}"
-        path.mkdir(mode=0o700, exist_ok=True)
-        return path
+    for path in (Path(base) / "ferry", Path(tempfile.gettempdir()) / f"ferry-{os.getuid()}"):
+        with suppress(OSError):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if path.stat().st_uid == os.getuid() and os.access(path, os.W_OK):
+                return path
+    raise OSError(f"neither {base} nor {tempfile.gettempdir()} can hold them")
+
+
+def _command(target: str) -> list[str]:
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise Unavailable(f"no C compiler ({', '.join(COMPILERS)}) is on the PATH")
+    return [compiler, *FLAGS, *_target_flags(target)]
 
 
 def _target_flags(target: str) -> list[str]:
@@ -76,29 +94,13 @@ def _target_flags(target: str) -> list[str]:
     return ["-mcpu=native"] if target == "native" else [f"-march={target}"]
 
 
-def source_key() -> str:
-    """Changes with every change of the sources."""
-    digest = hashlib.blake2b(digest_size=6)
-    for file in sorted(SOURCE.glob("*.[ch]")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _key(command: list[str], target: str) -> str:
-    digest = hashlib.blake2b(source_key().encode(), digest_size=12)
-    digest.update(" ".join(command).encode())
-    digest.update(subprocess.run([command[0], "--version"], capture_output=True, timeout=10).stdout)
-    digest.update(_processor().encode())
-    return f"{target}-{digest.hexdigest()}"
-
-
-def _processor() -> str:
+def _processor_features() -> str:
     """What -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
+    wanted = ("flags", "Features", "CPU part")
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import compile, torch_cache, torch_elementwise
+from kernels.cpu import compile, torch_cache, torch_elementwise, torch_ops
 from kernels.cpu.torch_attention import attention as torch_attention
 from kernels.metadata import AttentionMetadata
 
@@ -76,9 +76,7 @@ class NativeOps:
                     function.argtypes = arguments
                     function.restype = I32 if name == "attention" else None
                     self.functions[name, dtype] = function
-        capability = torch.backends.cpu.get_cpu_capability()
-        bf16 = "-bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ""
-        self.numerics = f"c-{compile.source_key()}-{capability}{bf16}".lower()
+        self.numerics = f"c-{compile.build_id(target)}-torch-{torch.__version__}"  # torch: the linear layers
         self._step = threading.local()
 
     def supports(self, dtype: torch.dtype) -> bool:
@@ -88,7 +86,7 @@ class NativeOps:
         function = self.functions.get(("rms_norm", x.dtype))
         if function is None or weight.dtype != x.dtype:
             return torch_elementwise.rms_norm(x, weight, eps)
-        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         size = x.shape[-1]
         function(
@@ -178,10 +176,9 @@ class NativeOps:
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """The first index of the largest value of each row of [S, V]: int64 [S]."""
         function = self.functions.get(("argmax", logits.dtype))
         if function is None or logits.stride(1) != 1:
-            return logits.argmax(-1)
+            return torch_ops.argmax(logits)
         out = torch.empty(logits.shape[0], dtype=torch.int64)
         function(logits.data_ptr(), logits.stride(0), out.data_ptr(), *logits.shape, _threads())
         return out

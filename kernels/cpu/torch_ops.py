@@ -12,4 +12,5 @@ __all__ = ["add_rms_norm", "argmax", "attention", "rms_norm", "rope", "rope_and_
 
 
 def argmax(logits: Tensor) -> Tensor:
-    return logits.argmax(-1)
+    values, index = logits.max(-1)
+    return index.masked_fill(~values.isfinite(), -1)

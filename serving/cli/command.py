@@ -18,7 +18,7 @@ def run_command(parser: Parser, argv: Sequence[str] | None, make_plan: Callable[
     try:
         plan = make_plan(arguments)
         check_environment()
-        model = check_plan(plan)
+        model = check_plan(plan, weights=not arguments.explain)
         if arguments.explain:
             print(explain(plan, model), end="")
             return 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.build import weights_id
 from engine.config import ConfigError
+from engine.event import NOT_FINITE
 from tests.models import make_llama, make_qwen3
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -189,7 +193,7 @@ def test_dummy_weights_need_no_weight_files(tiny_llama: Path, tmp_path: Path) ->
         ({"max_model_len": 4096}, "max_model_len is 4096"),
         ({"kv_cache_memory_bytes": 1000}, "no KV block"),
         ({"max_model_len": 512, "kv_cache_memory_bytes": 40_000}, "KV cache holds"),
-        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}, "chunked prefill"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}, "enable_chunked_prefill"),
         ({"max_model_lenn": 5}, "max_model_len"),
     ],
 )
@@ -213,7 +217,7 @@ def test_the_demo_model_speaks_like_transformers() -> None:
     """SmolLM2 from its GGUF, dequantised to float32: 64 greedy tokens on 20 prompts."""
     from transformers import AutoModelForCausalLM
 
-    from engine.loader.source import resolve_model
+    from engine.source import resolve_model
 
     path = resolve_model("demo:smollm2")
     llm = LLM("demo:smollm2", dtype="float32", kv_cache_memory_bytes=256 << 20, swap_space=0, threads=1)
@@ -253,3 +257,43 @@ DEMO_PROMPTS = [
     "The square root of 144 is",
     "Shakespeare wrote many plays, including",
 ]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)])
+def test_logits_that_are_no_numbers_end_their_request_alone(tiny_llama: Path, params: SamplingParams) -> None:
+    llm = make(tiny_llama)
+    compute = llm.engine.executor.model.compute_logits  # type: ignore[attr-defined]
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[0] = torch.nan
+        return logits
+
+    llm.engine.executor.model.compute_logits = broken  # type: ignore[attr-defined]
+    for name in ("first", "second"):
+        llm.engine.add_request(name, [5, 6, 7], params)
+    events = llm.engine.step()
+    assert [(e.request.id, e.error, e.token) for e in events if e.request.id == "first"] == [
+        ("first", NOT_FINITE, None)
+    ]
+    assert [e.error for e in events if e.request.id == "second"] == [None]
+    llm.engine.scheduler.check()
+    assert "first" not in llm.engine.scheduler.requests and "second" in llm.engine.scheduler.requests
+
+
+def test_the_tokenizers_end_of_sequence_counts_too(tiny_llama: Path, tmp_path: Path) -> None:
+    """Chat fine-tunes often change the end of sequence in tokenizer_config.json alone."""
+    path = tmp_path / "tuned"
+    shutil.copytree(tiny_llama, path)
+    for name in ("config.json", "generation_config.json"):
+        if (path / name).exists():
+            data = json.loads((path / name).read_text())
+            (path / name).write_text(json.dumps({**data, "eos_token_id": 0}))
+    assert set(make(path).engine.scheduler.config.eos_token_ids) == {0, 3}
+    assert make(path, skip_tokenizer_init=True).engine.scheduler.config.eos_token_ids == (0,)
+
+
+def test_checkpoints_are_told_apart_by_their_weights(tmp_path: Path) -> None:
+    first, second = make_llama(tmp_path / "a" / "m", seed=1), make_llama(tmp_path / "b" / "m", seed=2)
+    assert weights_id(first) == weights_id(first) != weights_id(second)
+    assert make(first).engine.compat_key != make(second).engine.compat_key

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.gguf_file import GGUFFile
 from engine.layers.linear import can_pack
 from engine.loader import load_model
 from engine.loader.gguf import hf_name
-from engine.loader.gguf_file import GGUFFile
-from engine.loader.source import resolve_model
 from engine.model_config import ModelConfig
+from engine.source import resolve_model
 from tests.engine.paged import Paged
 from tests.models import make_llama, make_qwen3
 

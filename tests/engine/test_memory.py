@@ -39,14 +39,26 @@ def test_explicit_bytes_are_whole_blocks_whatever_the_memory() -> None:
 
 def test_a_share_of_the_memory_pays_for_weights_and_a_step_first() -> None:
     limit, weights, step = 1000 * BLOCK, 100 * BLOCK, 50 * BLOCK
-    found = plan(limit, weights, step, max_gpu_memory_utilization=0.5)
+    found = plan(limit, weights, step, max_gpu_memory_utilization=0.5, swap_space=0.0)
     assert found.num_blocks == 500 - 150
     assert found.reason == "max_gpu_memory_utilization 0.5"
 
 
 def test_replicas_of_one_host_divide_the_share() -> None:
-    assert plan(1000 * BLOCK, max_gpu_memory_utilization=0.5, num_replicas=4).num_blocks == 125
-    assert plan(1000 * BLOCK, 100 * BLOCK, max_gpu_memory_utilization=0.5, num_replicas=4).num_blocks == 25
+    options = {"max_gpu_memory_utilization": 0.5, "num_replicas": 4, "swap_space": 0.0}
+    assert plan(1000 * BLOCK, **options).num_blocks == 125
+    assert plan(1000 * BLOCK, 100 * BLOCK, **options).num_blocks == 25
+
+
+def test_the_host_tier_is_paid_from_the_same_memory() -> None:
+    """Both together stay within the share; a host tier that asks for more than half of it gets half."""
+    share = 1000 * BLOCK
+    some = plan(share, max_gpu_memory_utilization=1.0, swap_space=100 * BLOCK / GIB)
+    assert (some.num_blocks, some.host_slots) == (900, 100)
+    much = plan(share, max_gpu_memory_utilization=1.0, swap_space=4.0)
+    assert (much.num_blocks, much.host_slots) == (500, 500)
+    explicit = plan(share, num_gpu_blocks_override=700, swap_space=900 * BLOCK / GIB)
+    assert (explicit.num_blocks, explicit.host_slots) == (700, 900)
 
 
 def test_the_share_stops_at_the_cpu_default() -> None:

@@ -8,9 +8,9 @@ import torch
 
 from engine.context import get_context, reset_context, set_context
 from engine.loader import load_model
-from engine.loader.source import resolve_model
 from engine.model_config import ModelConfig
 from engine.models.registry import model_class
+from engine.source import resolve_model
 from tests.engine.paged import Paged
 from tests.models import make_llama, make_qwen3
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.build import build_engine
 from engine.config import ConfigError
 from engine.engine import Engine
 from engine.options.option import canonical
@@ -270,7 +271,7 @@ def test_prompt_cache_enable_swap(tiny_llama: Path) -> None:
 
 def test_max_queue_time(tiny_llama: Path) -> None:
     def ended(limit: int) -> list[tuple[str, str | None]]:
-        engine = make(tiny_llama, max_queue_time=limit, max_num_seqs=1).engine
+        engine = build_engine(make(tiny_llama, max_queue_time=limit, max_num_seqs=1).config)  # LLM itself has no limit
         now = [100.0]
         engine.clock = engine.scheduler.clock = lambda: now[0]
         for name in ("runs", "waits"):
@@ -315,12 +316,9 @@ def test_swap_space(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("name", ["max_gpu_memory_utilization", "gpu_memory_utilization"])
 def test_max_gpu_memory_utilization(name: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = 16 << 20
+    limit, small = 16 << 20, {"max_num_batched_tokens": 64, "max_num_seqs": 64, "swap_space": 0.0}
     monkeypatch.setattr("engine.memory.memory_limit_bytes", lambda: limit)
-    low, high = (
-        make(tiny_llama, **{name: share}, max_num_batched_tokens=64, max_num_seqs=64).engine.stats().total_blocks
-        for share in (0.25, 0.5)
-    )
+    low, high = (make(tiny_llama, **{name: share}, **small).engine.stats().total_blocks for share in (0.25, 0.5))
     block = runner_of(make(tiny_llama)).kv.format.block_bytes
     assert low > 0 and abs((high - low) - 0.25 * limit / block) <= 1
 

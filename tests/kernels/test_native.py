@@ -234,8 +234,11 @@ def test_argmax_takes_the_first_of_the_largest(ops: NativeOps, dtype: torch.dtyp
     logits[3, 1002] = 60
     logits[4] = -torch.inf
     logits[4, 77] = -5
-    assert ops.argmax(logits).tolist() == logits.float().argmax(-1).tolist()
-    assert ops.argmax(logits)[2:5].tolist() == [5, 1002, 77]
+    logits[5], logits[6, 3] = torch.nan, torch.inf
+    logits[7] = -torch.inf
+    found = ops.argmax(logits)
+    assert torch.equal(found, reference.argmax(logits))
+    assert found[2:8].tolist() == [5, 1002, 77, -1, -1, -1]
 
 
 def test_extremes_stay_finite(native: NativeOps) -> None:

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine.text.gguf_metadata import read_metadata
+from engine.gguf_file import GGUFFile
 from engine.text.gguf_tokenizer import PRE_TOKENIZERS, from_metadata
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.serving.demo import demo_tokenizer, gguf_path
@@ -150,7 +150,9 @@ def test_byte_fallback_vocabulary():
     tokenizer = Tokenizer(backend, (), None, None)
     assert tokenizer.token_bytes(4) == b" h"
     assert tokenizer.token_bytes(5) == b"\xc3"
-    assert tokenizer.decode([4, 3, 5, 6, 4]) == backend.decode([4, 3, 5, 6, 4]) == "hié h"
+    # The library takes the space before the first word away: right for a whole text, wrong for what follows a prompt.
+    assert tokenizer.decode([4, 3, 5, 6, 4]) == " hié h"
+    assert backend.decode([4, 3, 5, 6, 4]) == "hié h"
 
 
 def test_unknown_decoder_is_named():
@@ -199,14 +201,14 @@ def test_metadata_agrees_with_the_gguf_package():
     from gguf import GGUFReader
 
     fields = GGUFReader(gguf_path()).fields
-    metadata = read_metadata(gguf_path())
+    metadata = GGUFFile(gguf_path()).metadata
     assert metadata == {key: fields[key].contents() for key in metadata}
     assert len(metadata) == len([key for key in fields if not key.startswith("GGUF.")])
 
 
 def test_reading_metadata_is_quick():
     start = time.perf_counter()
-    read_metadata(gguf_path())
+    assert GGUFFile(gguf_path()).metadata
     assert time.perf_counter() - start < 1.0  # 25 ms on an idle core
 
 

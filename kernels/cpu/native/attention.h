@@ -212,10 +212,13 @@ EXPORT int FN(attention)(const AttentionCall *call, const E *q, const E *k_cache
     const size_t per_thread = (size_t)max_rows * state + (size_t)call->head_dim * LANES + (size_t)LANES * width +
                               (size_t)max_rows * call->head_dim + LANES;
     float *partials = NULL; /* of split items: per row maximum, sum and values */
-    const size_t partial = (size_t)max_rows * (width + LANES);
-    int num_parts = 0;
+    int num_parts = 0, part_rows = 0;
     for (int i = 0; i < num_items; i++)
-        if (items[i].part >= 0) num_parts = items[i].part + 1;
+        if (items[i].part >= 0) {
+            num_parts = items[i].part + 1;
+            if (item_rows(call, &items[i]) > part_rows) part_rows = item_rows(call, &items[i]);
+        }
+    const size_t partial = (size_t)part_rows * (width + LANES);
     if (num_parts && posix_memalign((void **)&partials, 64, sizeof(float) * partial * num_parts)) {
         free(items);
         return -1;

@@ -89,7 +89,7 @@ EXPORT void FN(rope_and_cache)(E *q, int64_t q_stride, const E *k, int64_t k_str
     }
 }
 
-/* The first index of the largest value of each row. */
+/* The first index of the largest value of each row; -1 where that is no finite number. */
 EXPORT void FN(argmax)(const E *x, int64_t x_stride, int64_t *out, int64_t rows, int64_t size, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * size > PARALLEL_WORK)
     for (int64_t row = 0; row < rows; row++) {
@@ -99,8 +99,10 @@ EXPORT void FN(argmax)(const E *x, int64_t x_stride, int64_t *out, int64_t rows,
         for (; i + LANES <= size; i += LANES) best = vmax(LOAD16(source + i), best);
         float highest = lane_max(best);
         for (; i < size; i++) highest = LOAD1(source + i) > highest ? LOAD1(source + i) : highest;
-        for (i = 0; i < size; i++)
-            if (LOAD1(source + i) == highest) break;
-        out[row] = i < size ? i : 0;
+        out[row] = -1;
+        if (highest - highest != 0.0f) continue; /* infinite: nothing or too much was found */
+        for (i = 0; LOAD1(source + i) != highest; i++) {
+        }
+        out[row] = i;
     }
 }

@@ -1,4 +1,4 @@
-/* CPU kernels behind a plain C ABI, loaded by ctypes. One translation unit; native/__init__ compiles it on first use. */
+/* CPU kernels behind a plain C ABI, loaded by ctypes. One translation unit; kernels/cpu/compile.py builds it on first use. */
 
 #include "attention_core.h"
 #include "vectors.h"
@@ -11,7 +11,6 @@ typedef struct {
 } CacheLayout;
 
 INLINE vf silu(vf x) {
-    /* exp of a value above 0 is kept finite by the clamp; 1 / (1 + e^87) is 0 in every sum it enters */
     const vf e = vexp(select_(x > 0.0f, -x, x)); /* exp(-|x|) <= 1 */
     const vf positive = splat(1.0f) / (e + 1.0f);
     return x * select_(x > 0.0f, positive, e / (e + 1.0f));
@@ -49,11 +48,3 @@ INLINE vf silu(vf x) {
 #undef S
 #undef E
 #endif
-
-/* Read memory as fast as it goes, for the measured GB/s in the start-up log: the sum of its 64-bit words. */
-EXPORT uint64_t read_memory(const uint64_t *memory, int64_t words, int threads) {
-    uint64_t sum = 0;
-#pragma omp parallel for num_threads(threads) reduction(+ : sum)
-    for (int64_t i = 0; i < words; i++) sum += memory[i];
-    return sum;
-}

