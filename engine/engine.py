@@ -151,10 +151,10 @@ class Engine:
 
     def write_reserved(self, key: str, first: int, data: np.ndarray) -> None:
         """Put slabs into reserved blocks [first, first + len(data)). Raises scheduler.Refused without that promise."""
-        self.executor.write_blocks(self.scheduler.fill(key, first, len(data)), data)
+        self.executor.write_blocks(self.scheduler.reservations.fill(key, first, len(data)), data)
 
     def cancel_reservation(self, key: str) -> None:
-        self.scheduler.cancel_reservation(key)
+        self.scheduler.reservations.cancel(key)
 
     def adopt(self, record: dict[str, Any], epoch: Epoch, computed: int = 0, key: str | None = None) -> Request:
         """Own a request from elsewhere; idempotent for an epoch. Raises scheduler.Refused."""
@@ -179,7 +179,7 @@ class Engine:
             running=len(scheduler.running),
             waiting=len(waiting),
             held=sum(r.status is Status.HELD for r in scheduler.running),
-            reserved_blocks=sum(len(r.blocks) for r in scheduler.reservations.values()),
+            reserved_blocks=scheduler.reservations.num_blocks,
             waiting_blocks=sum(pool.blocks_for(len(r.tokens)) for r in waiting),
             head_blocks=pool.blocks_for(len(waiting[0].tokens)) if waiting else 0,
             queued_prefill_tokens=partial + sum(len(r.tokens) for r in waiting),

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.event import NOT_FINITE, QUEUE_TIMEOUT, Event
 from engine.kv import BlockPool, block_hash, root_hash
 from engine.request import Epoch, Request, Status
+from engine.reservations import Refused, Reservations
 from engine.step import SequenceStart, StepPlan, StepResult, Work
 
 RECOMPUTE, SWAP, AUTO = "RECOMPUTE", "SWAP", "AUTO"
@@ -29,10 +30,6 @@ RECOMPUTE, SWAP, AUTO = "RECOMPUTE", "SWAP", "AUTO"
 
 class QueueFull(Exception):
     """The waiting queue is at its limit; try another replica or later."""
-
-
-class Refused(Exception):
-    """A reservation or an adoption that cannot be granted; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +48,6 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
-class Reservation:
-    blocks: list[int]
-    expires: float
-    written: set[int] = field(default_factory=set)  # indices of the blocks whose KV has arrived
-
-
 class Scheduler:
     """Owns every request of the engine and the block pool. Not thread safe: one thread steps and mutates it."""
 
@@ -68,7 +58,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # both sorted by _key
-        self.reservations: dict[str, Reservation] = {}
+        self.reservations = Reservations(pool, config.reservation_s)
         self.preemptions = 0
         self.prompt_tokens = self.cached_tokens = 0  # totals, counted when a request is first admitted
         self.swap_seconds_per_block = 0.0  # measured; 0 until the first swap, which makes SWAP the first guess
@@ -134,7 +124,7 @@ class Scheduler:
     def schedule(self) -> tuple[StepPlan, list[Event]]:
         """The next plan, and the requests that ended without running (queued for too long)."""
         now = self.clock()
-        self._expire_reservations(now)
+        self.reservations.expire(now)
         events = self._expire_waiting(now)
         if self._prompt_started is not None:
             self._prompt_latency = now - self._prompt_started
@@ -206,35 +196,17 @@ class Scheduler:
         Raises Refused when there is no room or a request waits here already (it is older and goes first).
         """
         now = self.clock()
-        self._expire_reservations(now)
-        held = self.reservations.get(key)
-        more = num_blocks - (len(held.blocks) if held else 0)
-        if held is None or more > 0:
+        self.reservations.expire(now)
+        missing = self.reservations.missing(key, num_blocks)
+        more = num_blocks if missing is None else missing
+        if missing is None or more > 0:
             if self.waiting:
                 raise Refused(f"{len(self.waiting)} older requests are waiting")
-            if held is None and not self._seats:
+            if missing is None and not self._seats:
                 raise Refused(f"all {self.config.max_num_seqs} seats are taken")
             if more > self.pool.available:
                 raise Refused(f"{more} blocks wanted, {self.pool.available} available")
-        if held is None:
-            held = self.reservations[key] = Reservation([], now)
-        # They are written before the next plan could save what they held.
-        held.blocks += self.pool.allocate(max(0, more), spill=False)
-        held.expires = now + self.config.reservation_s
-        return list(held.blocks)
-
-    def fill(self, key: str, first: int, count: int) -> list[int]:
-        """Reserved blocks [first, first + count), whose KV is written now. Raises Refused without that promise."""
-        reservation = self.reservations.get(key)
-        if reservation is None or first + count > len(reservation.blocks):
-            raise Refused(f"blocks [{first}, {first + count}) are not reserved for {key}")
-        reservation.written.update(range(first, first + count))
-        return reservation.blocks[first : first + count]
-
-    def cancel_reservation(self, key: str) -> None:
-        reservation = self.reservations.pop(key, None)
-        if reservation is not None:
-            self.pool.release(reservation.blocks)
+        return self.reservations.promise(key, more, now)
 
     def adopt(self, record: Request, epoch: Epoch, computed: int, key: str | None = None) -> Request:
         """Own a request that was elsewhere. With a reservation its blocks hold the KV of `computed` positions and it
@@ -254,18 +226,13 @@ class Scheduler:
             )
         if key is None or computed == 0:
             if key is not None:
-                self.cancel_reservation(key)
+                self.reservations.cancel(key)
             self._take_in(record, epoch)
             self._enqueue(record)
             return record
-        reservation = self.reservations.get(key)
-        needed = self.pool.blocks_for(computed)
-        if reservation is None or not reservation.written.issuperset(range(needed)):
-            raise Refused(f"the KV of request {record.id} is not here: {needed} blocks must be reserved and written")
-        del self.reservations[key]
+        blocks = self.reservations.take(key, self.pool.blocks_for(computed))
         self._take_in(record, epoch)
-        record.blocks = reservation.blocks[:needed]
-        self.pool.release(reservation.blocks[needed:])
+        record.blocks = blocks
         record.computed = computed
         record.status = Status.RUNNING
         record.started = True
@@ -441,13 +408,9 @@ class Scheduler:
             self._remove(request)
         return [Event(request, len(request.output), error=QUEUE_TIMEOUT) for request in late]
 
-    def _expire_reservations(self, now: float) -> None:
-        for key in [key for key, r in self.reservations.items() if r.expires <= now]:
-            self.cancel_reservation(key)
-
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold; for tests and for idle time."""
-        owned = [r.blocks for r in self.running] + [r.blocks for r in self.reservations.values()]
+        owned = [r.blocks for r in self.running] + [r.blocks for r in self.reservations.held.values()]
         self.pool.check(owned)
         assert all(not r.blocks for r in self.waiting)
         assert len(self.running) + len(self.reservations) <= self.config.max_num_seqs

@@ -301,7 +301,7 @@ class World:
 def engine_references(engine: Engine) -> list[int]:
     """1 for every block that a request or a reservation holds."""
     scheduler = engine.scheduler
-    tables = [r.blocks for r in scheduler.running] + [r.blocks for r in scheduler.reservations.values()]
+    tables = [r.blocks for r in scheduler.running] + [r.blocks for r in scheduler.reservations.held.values()]
     return [1] * len({block for table in tables for block in table})
 
 
