@@ -10,7 +10,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(INDEX)
 
-.PHONY: serve install install-test test test-full lint bench docs clean
+.PHONY: serve install install-test test test-full test-torch lint bench docs clean
 
 serve: install
 	$(BIN)/ferry serve $(CONFIG)
@@ -24,6 +24,10 @@ test: install-test
 
 test-full: install-test
 	$(BIN)/python -m pytest -q
+
+# Without a compiler on the PATH: torch's kernels take over
+test-torch: install-test
+	PATH=$(CURDIR)/$(BIN) $(BIN)/python -m pytest -q -m "not slow" tests/engine tests/kernels
 
 lint: install-test
 	$(BIN)/ruff check .

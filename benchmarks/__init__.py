@@ -1,1 +1,1 @@
-"""Every speed claim has a command here. `make bench` runs those of engine and service."""
+"""Every speed claim has a command here. `make bench` runs all of them."""

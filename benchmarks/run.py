@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    for command in (["benchmarks.engine"], ["benchmarks.http", "--cold"]):
+    for command in (["benchmarks.engine"], ["benchmarks.profile"], ["benchmarks.http", "--cold"]):
         print(f"== python -m {' '.join(command)}", flush=True)
         subprocess.run([sys.executable, "-m", *command], check=True)
 
