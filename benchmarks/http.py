@@ -21,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,32 +58,41 @@ def main() -> None:
     print(describe())
     if options.cold:
         dropped = forget()
-        process, url, seconds = start(options.config)
-        stop(process)
+        with service(options.config) as (_, seconds):
+            pass
         print(f"start until the first 200, cold (page cache {'dropped' if dropped else 'kept'})  {seconds:6.1f} s")
-    process, url, seconds = start(options.config)
-    print(f"start until the first 200, warm                       {seconds:6.1f} s")
-    try:
+    with service(options.config) as (url, seconds):
+        print(f"start until the first 200, warm                       {seconds:6.1f} s")
         asyncio.run(measure(url, options.streams, options.requests_per_stream))
-    finally:
-        stop(process)
 
 
-def start(config: str) -> tuple[subprocess.Popen[bytes], str, float]:
-    """The service in its own process; seconds until GET /health is 200."""
+@contextmanager
+def service(config: str) -> Iterator[tuple[str, float]]:
+    """The service in its own process, healthy: its address, and seconds until GET /health was 200."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    environment.update(RAY_AUTH_MODE="disabled", RAY_TMPDIR=tempfile.mkdtemp(prefix="fb-", dir="/tmp"))
+    folder = tempfile.mkdtemp(prefix="fb-", dir="/tmp")  # short: Ray's sockets live below it
+    environment.update(RAY_AUTH_MODE="disabled", RAY_TMPDIR=folder)
     command = [str(Path(sys.executable).parent / "ferry"), "serve", config, "--port", str(port)]
     started = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
+    try:
+        until_healthy(process, url)
+        yield url, time.perf_counter() - started
+    finally:
+        stop(process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
+    started = time.perf_counter()
     while time.perf_counter() - started < START_LIMIT_S:
         try:
             if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                return process, url, time.perf_counter() - started
+                return
         except httpx.TransportError:
             pass
         if process.poll() is not None:

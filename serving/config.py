@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from engine.config import ConfigError, EngineConfig, resolve
 from engine.options.features import COMMANDS, REQUEST_FIELDS
@@ -42,11 +42,6 @@ class AppArgs(BaseModel):
     @classmethod
     def from_config(cls, config: EngineConfig) -> AppArgs:
         return cls(config=config)
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema of the parameters that work, under their own names."""
-    return TypeAdapter(EngineConfig).json_schema()
 
 
 def parameters_markdown() -> str:

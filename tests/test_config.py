@@ -196,6 +196,8 @@ def test_the_blade_preset_is_under_what_the_user_gives() -> None:
     [
         ("block_size", 12, "--block_size is 12, must be one of 8, 16, 32, 64, 128"),
         ("port", "abc", "--port is 'abc', must be an integer"),
+        ("num_cpus_per_replica", 0, "--num_cpus_per_replica is 0.0, must be greater than 0"),
+        ("lease_s", 0.01, "--lease_s is 0.01, must be at least 0.1"),
         ("port", 0, "--port is 0, must be at least 1 and at most 65535"),
         ("port", 8000.5, "--port is 8000.5, must be an integer"),
         ("max_num_seqs", True, "--max_num_seqs is True, must be an integer"),
