@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+PROTOCOL_VERSION = 1  # "v" of every message between processes
+
 STARTING, READY, DRAINING = "starting", "ready", "draining"
 
 
@@ -43,7 +45,7 @@ class LoadReport:
     step_seconds: float = 0.0
 
     def to_message(self) -> dict[str, Any]:
-        return {"v": 1, **asdict(self)}
+        return {"v": PROTOCOL_VERSION, **asdict(self)}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> LoadReport:

@@ -13,23 +13,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.scheduler import Event
-
-PROTOCOL_VERSION = 1
+from engine.event import NOT_FINITE as NOT_FINITE
+from engine.event import QUEUE_TIMEOUT as QUEUE_TIMEOUT
+from engine.event import Event
+from llumnix.load import PROTOCOL_VERSION as PROTOCOL_VERSION
 
 Output = dict[str, Any]
 
-# Kinds of errors that end a request at one engine. Those in RETRY_ELSEWHERE say nothing about the request itself.
+# Kinds of errors that end a request at one engine, beside QUEUE_TIMEOUT and NOT_FINITE, which the engine itself knows.
+# Those in RETRY_ELSEWHERE say nothing about the request itself.
 QUEUE_FULL = "queue_full"
-QUEUE_TIMEOUT = "queue_timeout"
 INVALID = "invalid"
 LEASE = "lease"  # the ingress was silent for too long
 DRAINING = "draining"  # the engine takes no new requests
 DRAINED = "drained"  # the engine is going away and its time is up
 UNKNOWN = "unknown"  # the engine has never heard of the request, or forgot it
 FAILED = "engine_failed"
-CLOSING = "closing"  # said by the ingress: the whole application is going away
-RETRY_ELSEWHERE = frozenset({LEASE, DRAINING, DRAINED, UNKNOWN, FAILED})
+RETRY_ELSEWHERE = frozenset({LEASE, DRAINED, UNKNOWN, FAILED})
+
+# Said by the ingress, and CLOSING by engines too.
+CLOSING = "closing"  # the whole application is going away: there is no other engine
+TIMEOUT = "timeout"  # the request took longer than request_timeout_s
+NO_ENGINE = "no_engine"  # no engine took the request for long
+ENGINE_LOST = "engine_lost"  # it was started again too often
+
+# Reasons beside these for metrics: what ended a sequence without a terminal output.
+CANCELLED = "cancelled"  # the client has gone
+INTERNAL = "internal"  # an error of ours
 
 
 def output_of(event: Event) -> Output:

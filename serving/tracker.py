@@ -10,6 +10,7 @@ A pure state machine: every call takes the time and returns effects; the ingress
 - Every request ends in exactly one terminal effect: a finish reason or a typed error.
 - A lost engine first means looking: for a moment another engine may announce the request (it moved). Then the request
   is started again from its prompt and the tokens so far, a bounded number of times.
+- A request that nobody takes asks again, ever more seldom, and ends when no_engine_s have passed without a token.
 - Once the application is closing there is no elsewhere: a request that would need another engine ends at once.
 """
 
@@ -24,9 +25,12 @@ from serving.messages import (
     CLOSING,
     DRAINED,
     DRAINING,
+    ENGINE_LOST,
     FAILED,
+    NO_ENGINE,
     QUEUE_FULL,
     RETRY_ELSEWHERE,
+    TIMEOUT,
     UNKNOWN,
     Output,
     is_terminal,
@@ -82,7 +86,9 @@ Effect = Dispatch | Send | Abort | Replay | Emit
 class TrackerConfig:
     max_resumes: int = 3
     look_s: float = 0.2  # one report period: how long a moved request may take to announce itself
-    no_engine_s: float = 30.0  # how long a request waits for an engine to appear
+    no_engine_s: float = 30.0  # how long a request waits for an engine that takes it
+    retry_s: float = 0.1  # between looks for one
+    max_retry_s: float = 1.0  # between rounds in which engines are asked and refuse
     replay_s: float = 1.0  # a gap is asked for again after this long
     max_replays: int = 3  # without an answer; then the request is started again
     settle_s: float = 1.0  # an engine that has just been sent a request may not know it yet
@@ -103,8 +109,10 @@ class Tracked:
     resumes: int = 0
     refused_by: set[str] = field(default_factory=set)
     full: bool = False  # the last refusal was for a full queue
-    retry_at: float | None = None  # looking, or waiting for an engine to appear
-    waiting_since: float | None = None
+    look_until: float | None = None  # its engine was lost, another one may have it
+    retry_at: float | None = None  # waiting for an engine that takes it
+    retry_s: float = 0.0  # the last pause between two rounds of refusals
+    waiting_since: float | None = None  # no engine took it, and no token has come since
     owned_at: float = 0.0  # when `engine` became the owner
     ahead: int = 0  # the owner has shown outputs up to this index; beyond the cursor: a gap
     replay_at: float = 0.0
@@ -156,9 +164,12 @@ class Tracker:
         if request.waiting_since is None:
             request.waiting_since = now
         if now - request.waiting_since >= self.config.no_engine_s:
-            return self._end(request, "no_engine", f"no replica became ready within {self.config.no_engine_s:g} s")
+            return self._end(request, NO_ENGINE, f"no replica took the request within {self.config.no_engine_s:g} s")
+        pause = self.config.retry_s
+        if request.refused_by:  # to look costs nothing, to ask all engines again does
+            pause = request.retry_s = min(max(2 * request.retry_s, pause), self.config.max_retry_s)
         request.refused_by.clear()
-        request.retry_at = now + 0.1
+        request.retry_at = now + pause
         return []
 
     def outputs(self, engine: str, outputs: Iterable[Output], now: float) -> list[Effect]:
@@ -179,7 +190,7 @@ class Tracker:
         for request in self.requests.values():
             if request.engine == engine:
                 request.engine = None
-                request.retry_at = now + self.config.look_s
+                request.look_until = now + self.config.look_s
         return []
 
     def send_failed(self, engine: str, request_id: str, now: float) -> list[Effect]:
@@ -187,7 +198,7 @@ class Tracker:
         request = self.requests.get(request_id)
         if request is not None and request.engine == engine:
             request.engine = None
-            request.retry_at = now + self.config.look_s
+            request.look_until = now + self.config.look_s
         return []
 
     def cancel(self, request_id: str) -> list[Effect]:
@@ -206,13 +217,13 @@ class Tracker:
                 if request.engine is not None:
                     effects.append(Abort(request.engine, request.id, request.epoch))
                 late = "the request took longer than the longest allowed"
-                effects += self._end_closing(request) if closed else self._end(request, "timeout", late)
+                effects += self._end_closing(request) if closed else self._end(request, TIMEOUT, late)
+            elif request.look_until is not None and now >= request.look_until:
+                request.look_until = None
+                effects += self._resume(request)
             elif request.retry_at is not None and now >= request.retry_at:
                 request.retry_at = None
-                if request.waiting_since is None:
-                    effects += self._resume(request)
-                else:
-                    effects += self._dispatch(request)
+                effects += self._dispatch(request)
             elif request.engine is not None and request.ahead > len(request.output):
                 effects += self._fill_gap(request, request.engine, now)
         return effects
@@ -245,7 +256,7 @@ class Tracker:
 
     def _own(self, request: Tracked, engine: str, epoch: Epoch, now: float) -> None:
         request.engine, request.epoch, request.owned_at = engine, epoch, now
-        request.retry_at = request.waiting_since = None
+        request.look_until = request.retry_at = None
         request.ahead = request.replays = 0
         request.replay_at = 0.0
 
@@ -286,6 +297,7 @@ class Tracker:
             return []
         request.output.append(output["token"])
         request.replay_at, request.replays = 0.0, 0
+        request.waiting_since, request.retry_s = None, 0.0
         if is_terminal(output):
             del self.requests[request.id]
         return [Emit(request.id, output)]
@@ -308,9 +320,10 @@ class Tracker:
             return self._end_closing(request)
         if request.resumes >= self.config.max_resumes:
             return self._end(
-                request, "engine_lost", f"the request was started {request.resumes + 1} times and its replica died"
+                request, ENGINE_LOST, f"the request was started {request.resumes + 1} times and its replica died"
             )
         request.resumes += 1
+        request.waiting_since, request.retry_s = None, 0.0  # an engine had taken it
         self.resumed += 1
         return self._submit_anew(request)
 

@@ -36,6 +36,10 @@ class APIError(Exception):
         self.code = code
         self.headers = headers or {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It crosses processes as the error of a handle call; Exception alone would remember only the message."""
+        return _restore, (self.status, self.message, self.type, self.param, self.code, self.headers)
+
     def body(self) -> dict[str, Any]:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
@@ -102,6 +106,12 @@ def shown(value: Any) -> str:
         return "an object" if isinstance(value, dict) else "a list"
     text = repr(value[: VALUE_LIMIT + 1] if isinstance(value, str) else value)
     return text if len(text) <= VALUE_LIMIT else text[: VALUE_LIMIT - 3] + "..."
+
+
+def _restore(
+    status: int, message: str, type: str, param: str | None, code: str | None, headers: dict[str, str]
+) -> APIError:
+    return APIError(status, message, type=type, param=param, code=code, headers=headers)
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

@@ -159,6 +159,28 @@ def test_requests_that_have_a_seat_do_not_count_as_queued() -> None:
     assert {e.request.id for e in run(engine) if e.finish_reason} == {"b", "c"}
 
 
+def test_a_request_that_was_let_in_elsewhere_is_not_refused_for_a_full_queue() -> None:
+    engine = make_engine(max_num_queued=0, max_num_seqs=1)
+    add(engine, "a", 3, 8)
+    engine.step()
+    engine.add_request("resumed", [1, 2, 3], SamplingParams(max_tokens=4), output=[4])
+    with pytest.raises(QueueFull):
+        add(engine, "new", 3)
+    assert {e.request.id for e in run(engine) if e.finish_reason} == {"a", "resumed"}
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("priority", ["high", None, 1.5, float("nan"), [1]], ids=repr)
+def test_a_priority_that_is_no_integer_is_refused_and_leaves_nothing(policy: str, priority: Any) -> None:
+    engine = make_engine(policy=policy)
+    add(engine, "a", 3)
+    with pytest.raises(ValueError, match="priority"):
+        engine.add_request("b", [1], SamplingParams(), priority=priority)
+    assert set(engine.scheduler.requests) == {"a"}
+    engine.scheduler.check()
+    add(engine, "b", 3)
+
+
 def test_max_queue_time_ends_what_never_started() -> None:
     clock = Clock()
     engine = make_engine(clock=clock, max_queue_time_s=10.0, max_num_seqs=1)

@@ -14,11 +14,14 @@ from serving.messages import (
     CLOSING,
     DRAINED,
     DRAINING,
+    ENGINE_LOST,
     FAILED,
     INVALID,
     LEASE,
+    NO_ENGINE,
     QUEUE_FULL,
     QUEUE_TIMEOUT,
+    TIMEOUT,
     UNKNOWN,
     error_output,
 )
@@ -128,6 +131,45 @@ def test_a_resumed_request_waits_for_room_instead_of_ending_with_a_full_queue() 
     assert tracker.tick(0.2) == [Dispatch("r", frozenset())], "engines that refused are asked again"
 
 
+@pytest.mark.parametrize("what", [QUEUE_FULL, DRAINING])
+@pytest.mark.parametrize("engines", [1, 3])
+def test_a_request_that_everyone_refuses_asks_ever_more_seldom_and_not_for_ever(what: str, engines: int) -> None:
+    tracker = tracked(tokens=3, no_engine_s=30.0)
+    effects: list[Effect] = list(tracker.outputs("a", [error(FAILED)], 0.0))
+    now, asked, ended = 0.0, list[float](), None
+    while ended is None and now < 60.0:
+        while effects:
+            effect = effects.pop(0)
+            if isinstance(effect, Dispatch):
+                left = [name for name in "abc"[:engines] if name not in effect.exclude]
+                effects += tracker.assigned("r", left[0], now) if left else tracker.unassigned("r", now)
+            elif isinstance(effect, Send):
+                asked.append(now)
+                effects += tracker.outputs(effect.engine, [error(what, tuple(effect.message["epoch"]))], now)
+            else:
+                ended = ended_with([effect])
+        now += 0.05
+        effects = tracker.tick(now)
+    assert ended == NO_ENGINE and 30.0 <= now < 31.5
+    assert len(asked) < 40 * engines
+    late = [b - a for a, b in zip(asked, asked[1:], strict=False) if a > 5 and b > a]
+    assert late and min(late) > 0.9
+
+
+def test_a_token_or_a_lost_engine_begins_the_wait_for_an_engine_anew() -> None:
+    tracker = tracked(no_engine_s=30.0)
+    assert resumed_elsewhere(tracker, tracker.outputs("a", [error(DRAINING)], 0.0), "a", 0.0)["epoch"] == [1, 0]
+    tracker.outputs("a", [error(DRAINING, (1, 0))], 0.0)
+    assert tracker.unassigned("r", 0.0) == []
+    resumed_elsewhere(tracker, tracker.tick(0.2), "a", 0.2)
+    tracker.outputs("a", [error(DRAINED, (2, 0))], 40.0)  # it was in that engine's queue meanwhile
+    assert tracker.unassigned("r", 40.0) == []
+    resumed_elsewhere(tracker, tracker.tick(40.2), "a", 40.2)
+    tracker.outputs("a", [token(0, (3, 0))], 60.0)
+    tracker.outputs("a", [error(DRAINING, (3, 0))], 80.0)
+    assert tracker.unassigned("r", 80.0) == [] and "r" in tracker.requests
+
+
 def test_without_engines_a_request_waits_for_one_but_not_for_ever() -> None:
     tracker = Tracker("ingress", TrackerConfig(no_engine_s=30.0))
     tracker.start("r", [1], PARAMS, 0, FAR)
@@ -139,7 +181,7 @@ def test_without_engines_a_request_waits_for_one_but_not_for_ever() -> None:
             assert isinstance(effect, Dispatch)
             for answer in tracker.unassigned("r", now):
                 ended = ended_with([answer])
-    assert ended == "no_engine" and 30.0 <= now < 30.5
+    assert ended == NO_ENGINE and 30.0 <= now < 30.5
 
 
 def test_a_submission_that_did_not_arrive_is_made_again_with_a_new_epoch() -> None:
@@ -335,7 +377,7 @@ def test_errors_of_the_engine_are_a_reason_to_resume_not_to_fail(what: str) -> N
     assert tracker.requests["r"].epoch == (1, 0)
 
 
-@pytest.mark.parametrize("what", [INVALID, QUEUE_TIMEOUT])
+@pytest.mark.parametrize("what", [INVALID, QUEUE_TIMEOUT, CLOSING])
 def test_errors_of_the_request_end_it(what: str) -> None:
     tracker = tracked()
     (effect,) = tracker.outputs("a", [error(what)], 0.0)
@@ -348,7 +390,7 @@ def test_resumes_are_bounded(limit: int) -> None:
     tracker = tracked(max_resumes=limit)
     for count in range(limit):
         resumed_elsewhere(tracker, tracker.outputs("a", [error(FAILED, (count, 0))], 0.0), "a", 0.0)
-    assert ended_with(tracker.outputs("a", [error(FAILED, (limit, 0))], 0.0)) == "engine_lost"
+    assert ended_with(tracker.outputs("a", [error(FAILED, (limit, 0))], 0.0)) == ENGINE_LOST
     assert tracker.resumed == limit
 
 
@@ -393,7 +435,7 @@ def test_the_deadline_ends_a_request_in_any_state() -> None:
         assert not any(isinstance(e, Emit) for e in tracker.tick(9.99))
         effects = tracker.tick(10.0)
         assert [e for e in effects if isinstance(e, Abort)] == ([Abort("a", "r", (0, 0))] if state == "running" else [])
-        assert ended_with([e for e in effects if isinstance(e, Emit)]) == "timeout"
+        assert ended_with([e for e in effects if isinstance(e, Emit)]) == TIMEOUT
         assert not tracker.requests
 
 
