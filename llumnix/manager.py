@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from llumnix.load import LoadReport, freeness
+from llumnix.load import PROTOCOL_VERSION, LoadReport, freeness
 
 SUSPECT_S = 3.0  # silence after which an engine is shown as suspect
 GONE_S = 10.0  # silence after which it leaves the view
@@ -25,27 +26,25 @@ class ClusterView:
     started: float = 0.0
     members: dict[str, Member] = field(default_factory=dict)
     version: int = 0
-    reports: int = 0
     stale_reports: int = 0
 
     def on_report(self, message: dict[str, Any], now: float) -> dict[str, Any]:
         """Take a load report; the answer says whether the engine must introduce itself with its actor."""
         report = LoadReport.from_message(message)
-        self.reports += 1
         member = self.members.get(report.engine)
         if member is not None:
             known = member.report
             if (report.incarnation, report.sequence) <= (known.incarnation, known.sequence):
                 self.stale_reports += 1
-                return {"v": 1, "known": True}
+                return _answer(known=True)
         actor = message.get("actor")
         if actor is None and member is not None and member.report.incarnation == report.incarnation:
             actor = member.actor
         if actor is None:
-            return {"v": 1, "known": False}
+            return _answer(known=False)
         self.members[report.engine] = Member(report, actor, now)
         self.version += 1
-        return {"v": 1, "known": True}
+        return _answer(known=True)
 
     def on_gone(self, engine: str) -> None:
         """An engine said goodbye, or its replica says that it died."""
@@ -57,13 +56,20 @@ class ClusterView:
         for name in [name for name, member in self.members.items() if now - member.heard > GONE_S]:
             self.on_gone(name)
 
-    def view(self, now: float) -> dict[str, Any]:
-        """What ingresses follow: {"v", "version", "engines": {id: {"actor", "report", "silent_s"}}}."""
+    def view(self, now: float, known: Collection[str] = ()) -> dict[str, Any]:
+        """What ingresses follow: {"v", "version", "engines": {id: {"actor", "report", "silent_s"}}}.
+
+        Actors are large to send: they are None for the engines that the ingress knows already.
+        """
         engines = {
-            name: {"actor": member.actor, "report": member.report.to_message(), "silent_s": now - member.heard}
+            name: {
+                "actor": None if name in known else member.actor,
+                "report": member.report.to_message(),
+                "silent_s": now - member.heard,
+            }
             for name, member in self.members.items()
         }
-        return {"v": 1, "version": self.version, "engines": engines}
+        return {"v": PROTOCOL_VERSION, "version": self.version, "engines": engines}
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """For people and metrics: every engine with its state and freeness."""
@@ -87,4 +93,9 @@ class ClusterView:
                     "waiting": report.waiting,
                 }
             )
-        return {"replicas": replicas, "manager": {"version": self.version, "uptime_s": now - self.started}}
+        manager = {"version": self.version, "uptime_s": now - self.started, "stale_reports": self.stale_reports}
+        return {"replicas": replicas, "manager": manager}
+
+
+def _answer(known: bool) -> dict[str, Any]:
+    return {"v": PROTOCOL_VERSION, "known": known}

@@ -20,13 +20,25 @@ import ray
 
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineStats
+from engine.event import Event
 from engine.sampling.params import SamplingParams
-from engine.scheduler import Event, QueueFull
+from engine.scheduler import QueueFull
 from llumnix.load import DRAINING, READY, STARTING, LoadReport
 from serving.engine_metrics import EngineMetrics
 from serving.engine_thread import EngineThread
 from serving.logs import configure_logging
-from serving.messages import DRAINED, FAILED, INVALID, QUEUE_FULL, UNKNOWN, Output, error_output, output_of
+from serving.messages import (
+    CLOSING,
+    DRAINED,
+    FAILED,
+    INVALID,
+    PROTOCOL_VERSION,
+    QUEUE_FULL,
+    UNKNOWN,
+    Output,
+    error_output,
+    output_of,
+)
 from serving.messages import DRAINING as ERROR_DRAINING
 from serving.outbox import Outboxes
 from serving.reporting import Reporter
@@ -48,12 +60,12 @@ class EngineActor:
         self.phase = "starting the process"
         self.incarnation = time.time()
         self.outboxes = Outboxes(self.config.lease_s)
-        self.wakeups: dict[str, asyncio.Event] = {}
-        self.streams: dict[str, int] = defaultdict(int)  # the newest stream of an ingress; older ones end
+        self.wakeups: dict[str, asyncio.Event] = {}  # of the newest stream of each ingress; older ones end
         self.metrics = EngineMetrics(engine_id)
         self.compat_key = ""
         self.max_model_len = 0
         self.failed = ""
+        self.closing = False
         self.tasks: list[asyncio.Task[None]] = []
         self.reporter = Reporter(manager, self._report)
         self.thread = EngineThread(self._build, self._on_events, self._on_failure)
@@ -100,12 +112,14 @@ class EngineActor:
         """Never answers; whoever waits for it hears of this process's death at once."""
         await asyncio.Event().wait()
 
-    async def drain(self, deadline_s: float) -> int:
-        """Take nothing new, let what runs finish for deadline_s, then end the rest with a retryable error.
+    async def drain(self, deadline_s: float, closing: bool = False) -> int:
+        """Take nothing new, let what runs finish for deadline_s, then end the rest: with a retryable error, unless
+        the whole application is `closing` and there is nowhere to try again.
 
         Returns how many requests were ended. A later call with a shorter deadline shortens the wait.
         """
         self.state = DRAINING
+        self.closing = self.closing or closing
         self.reporter.changed()
         self.drain_until = min(getattr(self, "drain_until", float("inf")), time.monotonic() + deadline_s)
         while self._open() and time.monotonic() < self.drain_until and not self.failed:
@@ -117,7 +131,7 @@ class EngineActor:
         ]
         for name, request_id, epoch in left:
             self.thread.post(partial(self._abort, request_id, epoch))
-            self._deliver({name: [error_output(request_id, epoch, DRAINED, "the replica is going away")]})
+            self._deliver({name: [self._going_away(request_id, epoch, DRAINED)]})
         await asyncio.sleep(0.2 if left else 0.0)  # let the streams carry the last outputs
         return len(left)
 
@@ -128,7 +142,7 @@ class EngineActor:
         name, request_id, epoch = message["client"], message["id"], message["epoch"]
         self.outboxes.opened(name, request_id, epoch, time.monotonic())
         if self.state != READY:
-            self._deliver({name: [error_output(request_id, epoch, ERROR_DRAINING, f"the replica is {self.state}")]})
+            self._deliver({name: [self._going_away(request_id, epoch, ERROR_DRAINING)]})
             return
         self.thread.post(partial(self._add, message))
 
@@ -154,23 +168,21 @@ class EngineActor:
 
     async def stream(self, client: str, cursors: dict[str, int]) -> AsyncIterator[dict[str, Any]]:
         """The outputs of all of an ingress's requests, from the cursors on; ends with "renew" or when replaced."""
-        self.streams[client] += 1
-        mine = self.streams[client]
         self._wake(client)
         event = self.wakeups[client] = asyncio.Event()
         first = self.outboxes.replay(client, cursors, time.monotonic())
         yield self._item(first)
         for count in range(RENEW_ITEMS):
-            while self._streaming(client, mine) and not self.outboxes.clients[client].pending:
+            while self._streaming(client, event) and not self.outboxes.clients[client].pending:
                 await event.wait()
                 event.clear()
-            if not self._streaming(client, mine):
+            if not self._streaming(client, event):
                 return
             yield self._item(self.outboxes.take(client), renew=count == RENEW_ITEMS - 1)
 
-    def _streaming(self, client: str, mine: int) -> bool:
+    def _streaming(self, client: str, event: asyncio.Event) -> bool:
         """A stream goes on while its ingress is known and has not opened another one."""
-        return self.streams[client] == mine and client in self.outboxes.clients
+        return self.wakeups.get(client) is event and client in self.outboxes.clients
 
     # -- numbers ------------------------------------------------------------------------------------------------
 
@@ -200,6 +212,9 @@ class EngineActor:
             self._refuse(message, QUEUE_FULL, str(error))
         except (ValueError, TypeError, KeyError) as error:
             self._refuse(message, INVALID, str(error))
+        except Exception as error:  # ours: unanswered, the request would hang
+            logger.exception("request %s could not be queued", request_id)
+            self._refuse(message, FAILED, type(error).__name__)
 
     def _refuse(self, message: dict[str, Any], kind: str, reason: str) -> None:
         output = error_output(message["id"], message["epoch"], kind, reason)
@@ -255,8 +270,13 @@ class EngineActor:
             event.set()
 
     def _item(self, outputs: list[Output], renew: bool = False) -> dict[str, Any]:
-        item: dict[str, Any] = {"v": 1, "engine": self.id, "outputs": outputs}
+        item: dict[str, Any] = {"v": PROTOCOL_VERSION, "engine": self.id, "outputs": outputs}
         return {**item, "renew": True} if renew else item
+
+    def _going_away(self, request_id: str, epoch: list[int], kind: str) -> Output:
+        if self.closing:
+            return error_output(request_id, epoch, CLOSING, "the service is shutting down")
+        return error_output(request_id, epoch, kind, f"the replica is {self.state}")
 
     def _open(self) -> int:
         return sum(len(client.open) for client in self.outboxes.clients.values())
@@ -264,17 +284,21 @@ class EngineActor:
     async def _keep_leases(self) -> None:
         while True:
             await asyncio.sleep(min(0.5, self.config.lease_s / 4))
-            before = set(self.outboxes.clients)
-            for request_id, epoch in self.outboxes.expire(time.monotonic()):
-                logger.warning(
-                    "request %s ended: its ingress has been silent for %g s", request_id, self.config.lease_s
-                )
-                self.thread.post(partial(self._abort, request_id, epoch))
-            for name in before:
-                self._wake(name)
-            for name in before - set(self.outboxes.clients):
-                self.wakeups.pop(name, None)
-                self.streams.pop(name, None)
+            try:
+                self._expire()
+            except Exception:
+                logger.exception("the leases were not looked at")
+
+    def _expire(self) -> None:
+        """End the requests of silent ingresses, and the streams of those forgotten."""
+        before = set(self.outboxes.clients)
+        for request_id, epoch in self.outboxes.expire(time.monotonic()):
+            logger.warning("request %s ended: its ingress has been silent for %g s", request_id, self.config.lease_s)
+            self.thread.post(partial(self._abort, request_id, epoch))
+        for name in before:
+            self._wake(name)
+        for name in before - set(self.outboxes.clients):
+            self.wakeups.pop(name, None)
 
     def _report(self, sequence: int) -> tuple[dict[str, Any], list[Any]]:
         """The load report and the metrics that go to the manager."""

@@ -28,9 +28,10 @@ logger = logging.getLogger("ferry.ingress")
 BACKPRESSURE_ITEMS = 16
 BOOKING_S = 0.3  # a report sent after this long shows the request
 TICK_S = 0.05
-RENEW_S = 1.0
+RENEW_S = 1.0  # at most a quarter of a lease
 IDLE_RENEW_S = 10.0  # for an engine without requests of this ingress
 VIEW_TIMEOUT_S = 5.0
+VIEW_RETRY_S = 0.3
 CLOSE_MARGIN_S = 0.3  # engines end their requests first
 CUT_RETRY_S = 2.0  # when an engine whose stream was cut may be tried again
 
@@ -115,32 +116,44 @@ class EngineClient:
 
     async def drain_engines(self, deadline_s: float) -> None:
         """Ask every engine to end its requests within deadline_s: the application is going away. Whatever happens to
-        an engine meanwhile, every request has its end a moment later."""
+        an engine meanwhile, every request of this ingress has its end a moment later; other ingresses learn from their
+        outputs that no other engine will come."""
         self._carry_out(self.tracker.close(time.monotonic() + deadline_s + CLOSE_MARGIN_S))
-        calls = [asyncio.ensure_future(link.actor.drain.remote(deadline_s)) for link in self.links.values()]
+        calls = [asyncio.ensure_future(link.actor.drain.remote(deadline_s, True)) for link in self.links.values()]
         if calls:
             await asyncio.wait(calls, timeout=deadline_s + 2 * CLOSE_MARGIN_S)
 
     # -- effects ------------------------------------------------------------------------------------------------
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
+        """Never raises: the tracker counts on every effect, and one that fails must not take others' tokens along."""
         todo = list(effects)
         while todo:
             effect = todo.pop(0)
-            match effect:
-                case Emit(id=request_id, output=output):
-                    queue = self._queues.get(request_id)
-                    if queue is not None:
-                        queue.put_nowait(output)
-                case Dispatch():
-                    todo += self._dispatch(effect)
-                case Send(engine=engine, message=message):
-                    self._spawn(self._send(engine, message))
-                case Abort(engine=engine, id=request_id, epoch=epoch):
-                    if engine in self.links:
-                        self.links[engine].actor.abort.remote(self.name, [(request_id, list(epoch))])
-                case Replay(engine=engine, id=request_id, start=start):
-                    self._spawn(self._replay(engine, request_id, start))
+            try:
+                todo += self._perform(effect)
+            except Exception:
+                logger.exception("an effect failed: %s", type(effect).__name__)
+                if isinstance(effect, Dispatch):  # the request tries again, for a bounded time
+                    todo += self.tracker.unassigned(effect.id, time.monotonic())
+
+    def _perform(self, effect: Effect) -> list[Effect]:
+        """Carry out one effect; returns those that follow from it."""
+        match effect:
+            case Emit(id=request_id, output=output):
+                queue = self._queues.get(request_id)
+                if queue is not None:
+                    queue.put_nowait(output)
+            case Dispatch():
+                return self._dispatch(effect)
+            case Send(engine=engine, message=message):
+                self._spawn(self._send(engine, message))
+            case Abort(engine=engine, id=request_id, epoch=epoch):
+                if engine in self.links:
+                    self.links[engine].actor.abort.remote(self.name, [(request_id, list(epoch))])
+            case Replay(engine=engine, id=request_id, start=start):
+                self._spawn(self._replay(engine, request_id, start))
+        return []
 
     def _dispatch(self, effect: Dispatch) -> list[Effect]:
         now = time.monotonic()
@@ -165,14 +178,15 @@ class EngineClient:
         try:
             link = self.links[engine]
             await link.actor.add.remote(message)
-        except (RayError, KeyError):
+        except Exception as error:
+            logger.debug("request %s did not reach engine %s: %s", message["id"], engine, type(error).__name__)
             self._carry_out(self.tracker.send_failed(engine, message["id"], time.monotonic()))
 
     async def _replay(self, engine: str, request_id: str, start: int) -> None:
         try:
             outputs = await self.links[engine].actor.replay.remote(self.name, {request_id: start})
-        except (RayError, KeyError):
-            return  # the broken stream tells the rest
+        except Exception:
+            return  # the broken stream tells the rest, and the gap is asked for again
         request = self.tracker.requests.get(request_id)
         if not outputs and request is not None and request.engine == engine:
             outputs = [error_output(request_id, request.epoch, UNKNOWN)]
@@ -184,14 +198,20 @@ class EngineClient:
         version = -1
         while True:
             try:
-                view = await asyncio.wait_for(self.manager.view.remote(version), VIEW_TIMEOUT_S)
+                call = self.manager.view.remote(version, list(self.links))
+                view = await asyncio.wait_for(call, VIEW_TIMEOUT_S)
             except Exception as error:  # the manager is down or restarting: go on with what is known
                 logger.debug("no view from the manager: %s", type(error).__name__)
                 version = -1
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(VIEW_RETRY_S)
                 continue
-            version = view["version"]
-            self._merge(view["engines"])
+            try:
+                self._merge(view["engines"])
+                version = view["version"]
+            except Exception:
+                logger.exception("the manager's view cannot be used")
+                version = -1
+                await asyncio.sleep(VIEW_RETRY_S)
 
     def _merge(self, engines: dict[str, dict[str, Any]]) -> None:
         """Take over a view. An engine whose stream is open stays even if the manager does not list it: the stream is
@@ -207,7 +227,9 @@ class EngineClient:
                 continue
             if report.state == STARTING:
                 self.starting[name] = report.phase
-            elif self.avoid.get(name, 0.0) <= now:
+            elif (
+                self.avoid.get(name, 0.0) <= now and entry["actor"] is not None
+            ):  # else: lost since this view was asked for
                 link = self.links[name] = Link(name, entry["actor"], report)
                 link.task = self._spawn(self._read(link))
         self.avoid = {name: when for name, when in self.avoid.items() if name in engines and when > now}
@@ -227,9 +249,9 @@ class EngineClient:
             except ActorDiedError:
                 self._lose(link, forever=True)
                 return
-            except RayError as error:
+            except Exception as error:  # whatever it is, a stream that is not read starves its requests
                 failures += 1
-                logger.warning("stream of engine %s broke: %s", link.id, type(error).__name__)
+                logger.warning("stream of engine %s broke: %s", link.id, type(error).__name__, exc_info=_ours(error))
                 if failures > 2:
                     self._lose(link)
                     return
@@ -249,19 +271,26 @@ class EngineClient:
 
     async def _renew(self) -> None:
         """Keep the leases, and give up engines that have not answered for two leases."""
+        period = min(RENEW_S, self.config.lease_s / 4)
         while True:
             started = time.monotonic()
-            for link in list(self.links.values()):
-                if link.unanswered_since is not None and started - link.unanswered_since > 2 * self.config.lease_s:
-                    self._lose(link)
-                elif started - link.renewed >= IDLE_RENEW_S or self.tracker.cursors(link.id):
-                    self._spawn(self._renew_one(link, started))
-            await asyncio.sleep(RENEW_S)
-            late = time.monotonic() - started - RENEW_S
-            if late > 1.0:  # this process was stopped: the silence was ours
+            try:
+                self._renew_all(started)
+            except Exception:
+                logger.exception("the leases were not renewed")
+            await asyncio.sleep(period)
+            late = time.monotonic() - started - period
+            if late > min(1.0, self.config.lease_s):  # this process was stopped: the silence was ours
                 logger.warning("this ingress was stopped for %.1f s", late)
                 for link in self.links.values():
                     link.unanswered_since = None
+
+    def _renew_all(self, now: float) -> None:
+        for link in list(self.links.values()):
+            if link.unanswered_since is not None and now - link.unanswered_since > 2 * self.config.lease_s:
+                self._lose(link)
+            elif now - link.renewed >= IDLE_RENEW_S or self.tracker.cursors(link.id):
+                self._spawn(self._renew_one(link, now))
 
     async def _renew_one(self, link: Link, now: float) -> None:
         link.renewed = now
@@ -270,13 +299,16 @@ class EngineClient:
         try:
             await link.actor.renew.remote(self.name, self.tracker.cursors(link.id))
             link.unanswered_since = None
-        except RayError:
-            pass  # the stream tells
+        except Exception as error:  # the stream tells
+            logger.debug("no answer to a renewal from engine %s: %s", link.id, type(error).__name__)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._carry_out(self.tracker.tick(time.monotonic()))
+            try:
+                self._carry_out(self.tracker.tick(time.monotonic()))
+            except Exception:
+                logger.exception("a tick failed")
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -288,3 +320,8 @@ class EngineClient:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a background task failed", exc_info=task.exception())
+
+
+def _ours(error: Exception) -> Exception | None:
+    """An error whose place in our code is worth a traceback; those of Ray tell of other processes."""
+    return None if isinstance(error, RayError) else error

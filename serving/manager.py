@@ -1,14 +1,15 @@
 """The manager as a Serve deployment: a thin adapter around llumnix.manager, plus the metrics of all processes.
 
-One replica, soft state: engines report again within a second of its restart, and ingresses go on meanwhile with the
-view they have. Ingresses follow by a long poll that answers within POLL_S, never by an endless stream: an open stream
-would hold up shutdown and updates.
+One replica, soft state: after its restart engines report with their next change or heartbeat (two seconds), and
+ingresses go on meanwhile with the view they have. Ingresses follow by a long poll that answers within POLL_S, never by
+an endless stream: an open stream would hold up shutdown and updates.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 from ray import serve
@@ -17,7 +18,7 @@ from llumnix.manager import GONE_S, ClusterView
 from serving.metrics import Family, render
 
 POLL_S = 1.0
-GATHER_S = 0.02  # changes that come together are answered together
+GATHER_S = 0.05  # between answers to an ingress: changes that come meanwhile are answered together
 
 
 @serve.deployment(
@@ -49,18 +50,17 @@ class Manager:
         """The metrics of an ingress."""
         self._take_metrics(source, families)
 
-    async def view(self, version: int) -> dict[str, Any]:
-        """The cluster view, as soon as it differs from `version`, after POLL_S at the latest."""
+    async def view(self, version: int, known: list[str]) -> dict[str, Any]:
+        """The cluster view, soon after it differs from `version`, after POLL_S at the latest; without the actors of
+        the engines in `known`. Busy engines change it all the time: every answer waits for what GATHER_S brings."""
         before = self.cluster.version
         self.cluster.tick(time.time())
         self._notify(before)
         if version == self.cluster.version:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), POLL_S)
-                await asyncio.sleep(GATHER_S)
-            except TimeoutError:
-                pass
-        return self.cluster.view(time.time())
+        await asyncio.sleep(GATHER_S)
+        return self.cluster.view(time.time(), known)
 
     async def metrics_text(self) -> bytes:
         """All processes' metrics in Prometheus's text format."""

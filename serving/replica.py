@@ -12,7 +12,8 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError
+from ray.serve.schema import ApplicationStatus
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.config import EngineConfig
@@ -23,6 +24,8 @@ logger = logging.getLogger("ferry.replica")
 
 ACTOR_NAMESPACE = "ferry"
 PING_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 2.0
+UNREACHABLE_RETRY_S = 0.5
 
 
 @serve.deployment(
@@ -52,7 +55,7 @@ class EngineReplica:
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0),
         ).remote(config, self.id, manager)
         try:
-            self.info = await self.actor.start.remote()
+            await self.actor.start.remote()
         except Exception as error:
             ray.kill(self.actor)
             raise RuntimeError(_cause(error)) from None
@@ -61,10 +64,6 @@ class EngineReplica:
     async def check_health(self) -> None:
         """Raises when the engine failed or its step hangs (`step_timeout_s`); Serve then replaces this replica."""
         await asyncio.wait_for(self.actor.ping.remote(), PING_TIMEOUT_S)
-
-    async def pid(self) -> int:
-        """Process id of the engine."""
-        return self.info["pid"]
 
     async def __del__(self) -> None:
         """Drain a live engine. Returns at once for one that is dead, hung or empty: Serve calls this for unhealthy
@@ -78,7 +77,7 @@ class EngineReplica:
         try:
             state = await asyncio.wait_for(actor.ping.remote(), 1.0)
             if state["open"]:
-                ended = await actor.drain.remote(self.config.drain_deadline_s)
+                ended = await actor.drain.remote(self.config.drain_deadline_s, await application_is_going())
                 logger.info("engine %s drained: %d requests had to end early", self.id, ended)
         except Exception as error:
             logger.warning("engine %s is not drained: %s", self.id, type(error).__name__)
@@ -86,11 +85,33 @@ class EngineReplica:
 
     async def _until_death(self) -> None:
         """End this process when the engine's dies: Serve sees a dead replica sooner than three failed health checks."""
+        await until_death(self.actor)
+        logger.error("engine %s died", self.id)
+        os._exit(1)
+
+
+async def until_death(actor: Any) -> None:
+    """Returns once an engine actor is dead. One that only cannot be reached for a while is asked again."""
+    while True:
         try:
-            await self.actor.until_death.remote()
-        except RayActorError as error:
-            logger.error("engine %s died: %s", self.id, type(error).__name__)
-            os._exit(1)
+            await actor.until_death.remote()
+        except ActorDiedError:
+            return
+        except Exception as error:
+            logger.warning("the engine does not answer: %s", type(error).__name__)
+        await asyncio.sleep(UNREACHABLE_RETRY_S)
+
+
+async def application_is_going() -> bool:
+    """Whether the whole application is being deleted, not only the replica this runs in."""
+    name = serve.get_replica_context().app_name
+    try:
+        status = await asyncio.wait_for(asyncio.to_thread(serve.status), STATUS_TIMEOUT_S)
+    except Exception as error:
+        logger.warning("no answer from Serve's controller: %s", type(error).__name__)
+        return False
+    application = status.applications.get(name)
+    return application is None or application.status == ApplicationStatus.DELETING
 
 
 def _cause(error: Exception) -> str:

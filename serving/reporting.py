@@ -41,7 +41,12 @@ class Reporter:
         while self.manager is not None:
             self._changed.clear()
             self.sequence += 1
-            report, families = self.make(self.sequence)
+            try:
+                report, families = self.make(self.sequence)
+            except Exception:
+                logger.exception("the load report failed")
+                await asyncio.sleep(MIN_INTERVAL_S)
+                continue
             if not known:
                 report["actor"] = self.actor
             now = time.monotonic()
@@ -51,6 +56,8 @@ class Reporter:
             try:
                 answer = await asyncio.wait_for(self.manager.report.remote(report), CALL_TIMEOUT_S)
                 known = bool(answer.get("known"))
+                if not known:  # it has restarted: introduce this engine at once, an idle one too
+                    self._changed.set()
             except Exception as error:  # down, restarting or slow
                 logger.debug("no answer from the manager: %s", type(error).__name__)
                 known = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,22 @@ def test_deleting_the_application_lets_streams_finish(service: Service, calm: li
         assert run_streams(service.url, bodies(STREAMS, TOKENS), delete) == expected
     assert not service.engines()
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5, "end of the engines' processes")
+
+
+def test_deleting_past_the_drain_deadline_ends_streams_at_once_with_a_typed_error(
+    application: Service, long_llama: Path
+) -> None:
+    service = application.ensure(**two_engines(long_llama), drain_deadline_s=0.5)
+    deleted: list[float] = []
+
+    async def delete(results: list[Result]) -> None:
+        await under_way(results)
+        deleted.append(time.monotonic())
+        await asyncio.to_thread(service.delete)
+
+    with service.paced(0.1):
+        results = run_streams(service.url, bodies(STREAMS, TOKENS), delete)
+    assert time.monotonic() - deleted[0] < 10.0
+    for result in results:
+        assert result.error is not None and result.error["code"] == "service_unavailable"
+        assert result.error["message"] == "the service is shutting down"

@@ -28,12 +28,21 @@ def test_an_engine_must_introduce_itself_once() -> None:
     assert shown(view)["actor"] == "handle" and shown(view)["report"]["running"] == 4
 
 
+def test_actors_are_sent_only_to_whom_does_not_know_them() -> None:
+    view = ClusterView()
+    for name in "ab":
+        view.on_report(message(name), 0.0)
+    engines = view.view(0.0, known=["a", "gone"])["engines"]
+    assert {name: entry["actor"] for name, entry in engines.items()} == {"a": None, "b": "handle"}
+    assert {entry["report"]["state"] for entry in engines.values()} == {READY}
+
+
 def test_the_newest_report_wins_whatever_the_order() -> None:
     view = ClusterView()
     for sequence in (2, 1, 5, 3, 5):
         view.on_report(message(sequence=sequence, running=sequence), 0.0)
     assert shown(view)["report"]["running"] == 5
-    assert (view.reports, view.stale_reports) == (5, 3)
+    assert view.snapshot(0.0)["manager"]["stale_reports"] == 3
 
 
 def test_a_new_incarnation_beats_any_sequence_of_the_old_one() -> None:
@@ -119,7 +128,7 @@ def test_view_and_snapshot_tell_silence_and_load() -> None:
     )
     assert view.view(105.0)["engines"]["e"]["silent_s"] == 2.0
     snapshot = view.snapshot(105.0)
-    assert snapshot["manager"] == {"version": 1, "uptime_s": 5.0}
+    assert snapshot["manager"] == {"version": 1, "uptime_s": 5.0, "stale_reports": 0}
     replica = snapshot["replicas"][0]
     assert replica["blocks"] == {"total": 100, "free": 60, "cached": 10}
     assert replica["freeness"] == (60 - 20) * 16 / 4

@@ -86,6 +86,35 @@ async def test_the_actor_goes_along_until_the_manager_knows_the_engine() -> None
     assert introduced == sorted(introduced, reverse=True)
 
 
+async def test_an_idle_engine_introduces_itself_at_once_to_a_manager_that_has_restarted() -> None:
+    manager = FakeManager()
+    task = asyncio.create_task(report(manager, 1.0))
+    await asyncio.sleep(0.1)
+    manager.known, before = False, len(manager.messages)
+    while len(manager.messages) == before:
+        await asyncio.sleep(0.005)
+    manager.known = True
+    await asyncio.sleep(0.1)
+    assert "actor" in manager.messages[before + 1] and "metrics" in manager.messages[before + 1]
+    assert manager.times[before + 1] - manager.times[before] < reporting.HEARTBEAT_S / 2
+    await task
+
+
+async def test_a_report_that_cannot_be_made_is_not_the_last() -> None:
+    manager, made = FakeManager(), list[int]()
+
+    def make(sequence: int) -> tuple[dict[str, Any], list[Any]]:
+        made.append(sequence)
+        if len(made) < 3:
+            raise ZeroDivisionError("unforeseen")
+        return {"sequence": sequence}, []
+
+    task = asyncio.create_task(Reporter(manager, make).run())
+    await asyncio.sleep(0.4)
+    assert manager.messages and not task.done()
+    task.cancel()
+
+
 @pytest.mark.parametrize(("changing", "interval"), [(True, "METRICS_S"), (False, "REFRESH_S")])
 async def test_metrics_go_along_when_they_changed_and_now_and_then(changing: bool, interval: str) -> None:
     manager = FakeManager()
