@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.config import EngineConfig
 from engine.step import TokenLogprobs
@@ -28,8 +28,10 @@ from serving.openai.protocol import (
 from serving.openai.sampling import check_token_ids, to_sampling_params
 from serving.openai.streaming import ChatStream, CompletionStream
 
-OFF_LOOP_CHARS = 20_000
-"""Longer texts are tokenised in a thread, so that they do not hold up other requests' tokens."""
+P = TypeVar("P")
+
+OFF_LOOP_BYTES = 20_000
+"""Larger bodies become token ids in a thread, so that they do not hold up other requests' tokens."""
 
 
 @dataclass
@@ -82,41 +84,47 @@ class Api:
 
     async def chat(self, body: bytes) -> Answer:
         """/v1/chat/completions. Raises APIError before anything is queued."""
-        request = parse_chat(body)
-        self._check(request)
-        prompt = await self._chat_prompt(request)
-        sequences = self._sequences(request, responses.new_chat_id(), [prompt])
-        return self._answer(request, sequences, chat=True)
+        request, prompt = await _prepared(self._prepare_chat, body)
+        self._check_ready()
+        request_id = responses.new_chat_id()
+        return self._answer(request, request_id, self._sequences(request, request_id, [prompt]), chat=True)
 
     async def completion(self, body: bytes) -> Answer:
         """/v1/completions: one choice for each prompt."""
+        request, prompts = await _prepared(self._prepare_completion, body)
+        self._check_ready()
+        request_id = responses.new_completion_id()
+        return self._answer(request, request_id, self._sequences(request, request_id, prompts), chat=False)
+
+    # -- from bytes to token ids, perhaps in a thread: nothing here touches what the loop owns ------------------
+
+    def _prepare_chat(self, body: bytes) -> tuple[ChatCompletionRequest, list[int]]:
+        request = parse_chat(body)
+        self._check(request)
+        return request, self._chat_prompt(request)
+
+    def _prepare_completion(self, body: bytes) -> tuple[CompletionRequest, list[list[int]]]:
         request = parse_completion(body)
         self._check(request)
-        prompts = [await self._completion_prompt(request, prompt) for prompt in request.prompt]
-        sequences = self._sequences(request, responses.new_completion_id(), prompts)
-        return self._answer(request, sequences, chat=False)
-
-    # -- before the engine --------------------------------------------------------------------------------------
+        return request, [self._completion_prompt(request, prompt) for prompt in request.prompt]
 
     def _check(self, request: CommonRequest) -> None:
         self.check_model(request.model)
         if self.tokenizer is None:
             _check_ids_only(request)
-        if not self.client.ready:
-            raise unavailable(f"no replica is ready: {self.client.phase}", 2.0)
 
-    async def _chat_prompt(self, request: ChatCompletionRequest) -> list[int]:
+    def _chat_prompt(self, request: ChatCompletionRequest) -> list[int]:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise bad_request("chat needs a tokenizer, and skip_tokenizer_init is set; use /v1/completions", "messages")
         messages = request.template_messages()
         try:
             text = tokenizer.render_chat(messages, request.add_generation_prompt, **request.chat_template_kwargs)
-            return await self._encode(tokenizer, text, request.add_special_tokens)
+            return tokenizer.encode(text, request.add_special_tokens)
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
 
-    async def _completion_prompt(self, request: CompletionRequest, prompt: str | list[int]) -> list[int]:
+    def _completion_prompt(self, request: CompletionRequest, prompt: str | list[int]) -> list[int]:
         tokenizer = self.tokenizer
         if not isinstance(prompt, str):
             if tokenizer is not None:
@@ -125,14 +133,15 @@ class Api:
         if tokenizer is None:
             raise bad_request("prompt is text, must be token ids: skip_tokenizer_init is set", "prompt")
         try:
-            return await self._encode(tokenizer, prompt, request.add_special_tokens)
+            return tokenizer.encode(prompt, request.add_special_tokens)
         except ValueError as error:
             raise bad_request(str(error), "prompt") from error
 
-    async def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) < OFF_LOOP_CHARS:
-            return tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+    # -- before the engine --------------------------------------------------------------------------------------
+
+    def _check_ready(self) -> None:
+        if not self.client.ready:
+            raise unavailable(f"no replica is ready: {self.client.phase}", 2.0)
 
     def _sequences(self, request: CommonRequest, request_id: str, prompts: list[list[int]]) -> list[Sequence]:
         vocab_size = self.tokenizer.vocab_size if self.tokenizer is not None else None
@@ -150,9 +159,8 @@ class Api:
 
     # -- after the engine ---------------------------------------------------------------------------------------
 
-    def _answer(self, request: CommonRequest, sequences: list[Sequence], chat: bool) -> Answer:
+    def _answer(self, request: CommonRequest, request_id: str, sequences: list[Sequence], chat: bool) -> Answer:
         created = int(time.time())
-        request_id = sequences[0].id.rsplit("-", 1)[0]
 
         async def whole() -> dict[str, Any]:
             return await self._whole(request, sequences, request_id, created, chat)
@@ -246,6 +254,10 @@ class Api:
             return ""
         prompt = request.prompt[sequence.index]
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+async def _prepared(prepare: Callable[[bytes], P], body: bytes) -> P:
+    return prepare(body) if len(body) < OFF_LOOP_BYTES else await asyncio.to_thread(prepare, body)
 
 
 def _check_ids_only(request: CommonRequest) -> None:

@@ -64,34 +64,45 @@ def make_sequence(
 
 
 async def run(client: EngineClient, sequence: Sequence, metrics: IngressMetrics) -> AsyncGenerator[Delta, None]:
-    """The deltas of one choice; the last one has a finish_reason. Raises APIError when the request fails."""
+    """The deltas of one choice; the last one has a finish_reason. Raises APIError when the request fails.
+
+    However it ends it is counted, under CANCELLED when nobody wanted the rest.
+    """
     started = last = time.monotonic()
     first = True
     cached = 0
+    reason = messages.CANCELLED
     stream = client.generate(sequence.id, sequence.prompt, sequence.params.to_dict(), sequence.priority)
-    async with aclosing(stream) as batches:
-        async for outputs in batches:
-            now = time.monotonic()
-            delta = _decode(sequence, outputs)
-            cached = delta.cached_tokens = max(cached, delta.cached_tokens)
-            if delta.token_ids:
-                if first:
-                    metrics.ttft.observe(now - started)
-                    first = False
-                else:
-                    for _ in delta.token_ids:
-                        metrics.itl.observe((now - last) / len(delta.token_ids))
-                last = now
-                metrics.tokens.inc(len(delta.token_ids))
-            error = next((o for o in outputs if "error" in o), None)
-            if delta.token_ids or delta.finish_reason is not None:
-                yield delta
-            if delta.finish_reason is not None:
-                metrics.finished(delta.finish_reason, now - started)
-                return
-            if error is not None:
-                metrics.finished(error["error"], now - started)
-                raise api_error(error)
+    try:
+        async with aclosing(stream) as batches:
+            async for outputs in batches:
+                now = time.monotonic()
+                delta = _decode(sequence, outputs)
+                cached = delta.cached_tokens = max(cached, delta.cached_tokens)
+                if delta.token_ids:
+                    if first:
+                        metrics.ttft.observe(now - started)
+                        first = False
+                    else:
+                        for _ in delta.token_ids:
+                            metrics.itl.observe((now - last) / len(delta.token_ids))
+                    last = now
+                    metrics.tokens.inc(len(delta.token_ids))
+                error = next((o for o in outputs if "error" in o), None)
+                reason = delta.finish_reason or (error["error"] if error is not None else reason)
+                if delta.token_ids or delta.finish_reason is not None:
+                    yield delta
+                if delta.finish_reason is not None:
+                    return
+                if error is not None:
+                    raise api_error(error)
+    except APIError:
+        raise
+    except Exception:
+        reason = messages.INTERNAL
+        raise
+    finally:
+        metrics.finished(reason, time.monotonic() - started)
 
 
 def _decode(sequence: Sequence, outputs: list[Output]) -> Delta:
@@ -126,11 +137,19 @@ async def run_all(
     client: EngineClient, sequences: list[Sequence], metrics: IngressMetrics
 ) -> AsyncGenerator[Delta, None]:
     """The deltas of all choices of a response as they come. Raises the first APIError; closing it aborts everything."""
-    if len(sequences) == 1:
-        async with aclosing(run(client, sequences[0], metrics)) as deltas:
+    stream = run(client, sequences[0], metrics) if len(sequences) == 1 else _merged(client, sequences, metrics)
+    metrics.open.inc()
+    try:
+        async with aclosing(stream) as deltas:
             async for delta in deltas:
                 yield delta
-        return
+    finally:
+        metrics.open.dec()
+
+
+async def _merged(
+    client: EngineClient, sequences: list[Sequence], metrics: IngressMetrics
+) -> AsyncGenerator[Delta, None]:
     queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
 
     async def pump(sequence: Sequence) -> None:
@@ -170,9 +189,9 @@ def api_error(output: Output) -> APIError:
             return unavailable("the request was queued for longer than max_queue_time", RETRY_AFTER_S)
         case messages.INVALID:
             return bad_request(message)
-        case "timeout":
+        case messages.TIMEOUT:
             return APIError(504, message, type="timeout_error", code="timeout")
-        case "no_engine" | "engine_lost" | messages.CLOSING:
+        case messages.NO_ENGINE | messages.ENGINE_LOST | messages.CLOSING:
             return unavailable(message, RETRY_AFTER_S)
         case _:
             return internal()

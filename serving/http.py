@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -22,28 +22,25 @@ MAX_BODY_BYTES = 32 << 20
 class EventStream(Response):
     """Server-sent events from an iterator of encoded chunks. While the client is slow, tokens gather upstream."""
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], on_close: Callable[[], None]):
-        self.first, self.rest, self.on_close = first, rest, on_close
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]):
+        self.first, self.rest = first, rest
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "content-type": "text/event-stream; charset=utf-8"})
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            async with aclosing(self.rest) as rest:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": self.first, "more_body": True})
-                last = DONE
-                try:
-                    async for chunk in rest:
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                except APIError as error:
-                    last = error_event(error)
-                except Exception:
-                    logger.exception("a stream failed")
-                    last = error_event(internal())
-                await send({"type": "http.response.body", "body": last, "more_body": False})
-        finally:
-            self.on_close()
+        async with aclosing(self.rest) as rest:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self.first, "more_body": True})
+            last = DONE
+            try:
+                async for chunk in rest:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except APIError as error:
+                last = error_event(error)
+            except Exception:
+                logger.exception("a stream failed")
+                last = error_event(internal())
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def error_response(error: APIError, headers: dict[str, str] | None = None) -> Response:

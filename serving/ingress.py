@@ -12,8 +12,8 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
-from typing import Any
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from ray import serve
@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from engine.config import EngineConfig
-from engine.loader.source import resolve_model
+from engine.source import resolve_model
 from engine.text.tokenizer import load_tokenizer
 from serving.api import Answer, Api
 from serving.engine_client import EngineClient
@@ -29,13 +29,25 @@ from serving.http import EventStream, error_response, http_exception, read_body
 from serving.ingress_metrics import IngressMetrics
 from serving.logs import configure_logging
 from serving.metrics import families_of, render
-from serving.openai.errors import APIError, internal
+from serving.openai.errors import APIError, internal, unavailable
 from serving.openai.responses import model_card, model_list
 
 logger = logging.getLogger("ferry.ingress")
 
+T = TypeVar("T")
+
 METRICS_PERIOD_S = 1.0
 MANAGER_TIMEOUT_S = 2.0
+
+
+async def answer_of(call: Awaitable[T]) -> T:
+    """The manager's answer. Raises APIError 503 when it is down or slow: nobody waits for it without a limit."""
+    try:
+        return await asyncio.wait_for(call, MANAGER_TIMEOUT_S)
+    except Exception as error:
+        logger.debug("no answer from the manager: %s", type(error).__name__)
+        raise unavailable("the manager does not answer", 1.0) from None
+
 
 # Everything the routes use is defined or imported above the class: Serve pickles the application at its decoration.
 http = FastAPI(title="Ferry", docs_url=None, redoc_url=None, openapi_url=None)
@@ -65,7 +77,7 @@ class Ingress:
         self.created = int(time.time())
         self.tokenizer = None
         if not self.config.skip_tokenizer_init:
-            path = await asyncio.to_thread(resolve_model, self.config.model)
+            path = await asyncio.to_thread(resolve_model, self.config.model, weights=False)
             self.tokenizer = await asyncio.to_thread(load_tokenizer, path)
         self.client = EngineClient(self.config, manager)
         self.metrics = IngressMetrics(self.client.name)
@@ -98,16 +110,12 @@ class Ingress:
         await self.client.drain_engines(deadline_s)
 
     async def cluster(self) -> dict[str, Any]:
-        """Every engine with its state, blocks and freeness, as the manager sees them."""
-        return await self.manager.snapshot.remote()
+        """Every engine with its state, blocks and freeness, as the manager sees them. Raises APIError 503."""
+        return await answer_of(self.manager.snapshot.remote())
 
     async def info(self) -> dict[str, Any]:
         """This ingress: its name towards the engines, its process, its open requests."""
         return {"name": self.client.name, "pid": os.getpid(), "open": len(self.client.tracker.requests)}
-
-    async def health_phase(self) -> str | None:
-        """None when requests are served, else what is being waited for."""
-        return None if self.client.ready else self.client.phase
 
     # -- HTTP ---------------------------------------------------------------------------------------------------
 
@@ -140,16 +148,14 @@ class Ingress:
     @http.get("/metrics")
     async def http_metrics(self) -> Response:
         try:
-            text = await asyncio.wait_for(self.manager.metrics_text.remote(), MANAGER_TIMEOUT_S)
-        except Exception:  # the manager is down: this ingress at least
+            text = await answer_of(self.manager.metrics_text.remote())
+        except APIError:  # the manager is down: this ingress at least
             text = render([families_of(self.metrics.registry)])
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     async def _respond(self, handler: Callable[[bytes], Awaitable[Answer]], request: Request) -> Response:
-        self.metrics.open.inc()
-        streaming = False
         try:
             answer = await handler(await read_body(request))
             if answer.stream is None:
@@ -160,16 +166,12 @@ class Ingress:
             except BaseException:
                 await stream.aclose()
                 raise
-            streaming = True
-            return EventStream(first, stream, self.metrics.open.dec)
+            return EventStream(first, stream)
         except APIError as error:
             return error_response(error)
         except Exception:
             logger.exception("a request failed")
             return error_response(internal())
-        finally:
-            if not streaming:
-                self.metrics.open.dec()
 
     async def _complete(self, handler: Callable[[bytes], Awaitable[Answer]], request: dict[str, Any]) -> dict[str, Any]:
         answer = await handler(json.dumps({**request, "stream": False}).encode())
@@ -191,7 +193,5 @@ class Ingress:
             await asyncio.sleep(METRICS_PERIOD_S)
             self.metrics.resumed.set(self.client.tracker.resumed)
             families = families_of(self.metrics.registry)
-            try:
-                await asyncio.wait_for(self.manager.metrics.remote(self.client.name, families), MANAGER_TIMEOUT_S)
-            except Exception as error:
-                logger.debug("metrics not taken: %s", type(error).__name__)
+            with suppress(APIError):  # the next ones will do
+                await answer_of(self.manager.metrics.remote(self.client.name, families))

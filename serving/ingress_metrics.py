@@ -28,6 +28,6 @@ class IngressMetrics:
         self.resumed = resumed.labels(ingress)
 
     def finished(self, reason: str, seconds: float) -> None:
-        """A sequence ended: with a finish reason or the kind of an error."""
+        """A sequence ended: with a finish reason or the kind of an error (serving/messages.py)."""
         self._done.labels(self._ingress, reason).inc()
         self._e2e.observe(seconds)

@@ -10,7 +10,16 @@ import difflib
 import json
 from typing import Annotated, Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from serving.openai.errors import bad_request, from_validation
 from serving.openai.fields import drop_known
@@ -18,6 +27,7 @@ from serving.openai.messages import Messages
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 64
 
@@ -33,6 +43,12 @@ def _stop(value: Any) -> list[str]:
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise ValueError(f"a stop string is empty or too long, must have 1 to {MAX_STOP_CHARS} characters")
     return stops
+
+
+def _distinct(ids: list[int]) -> list[int]:
+    if len(ids) > MAX_STOP_TOKENS:
+        raise ValueError(f"stop_token_ids has {len(ids)} ids, must have at most {MAX_STOP_TOKENS}")
+    return list(dict.fromkeys(ids))
 
 
 def _prompt(value: Any) -> list[str | list[int]]:
@@ -71,7 +87,7 @@ class CommonRequest(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int = 1
     stop: Annotated[list[str], BeforeValidator(_stop)] = []
-    stop_token_ids: list[int] = []
+    stop_token_ids: Annotated[list[int], AfterValidator(_distinct)] = []  # looked through for every token
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False

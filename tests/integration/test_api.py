@@ -12,6 +12,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.openai.errors import APIError
 from tests.integration.service import Service, wait_for
 from tests.integration.streams import bodies, run_streams
 
@@ -170,8 +171,16 @@ def test_request_id_is_echoed(service: Service) -> None:
     assert "abc-1" not in response.json()["id"]
 
 
-def test_a_closed_connection_frees_its_blocks(service: Service) -> None:
+def cancelled(service: Service) -> float:
+    families = text_string_to_metric_families(httpx.get(f"{service.url}/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    assert sum(s.value for s in samples if s.name == "ferry_requests_open") == 0
+    return sum(s.value for s in samples if s.labels.get("reason") == "cancelled")
+
+
+def test_a_closed_connection_frees_its_blocks_and_is_counted(service: Service) -> None:
     for streaming in (True, False):
+        before = cancelled(service)
         body = {"model": "tiny", "prompt": [5] * 100, "max_tokens": 900, "ignore_eos": True, "stream": streaming}
         with httpx.Client(base_url=service.url, timeout=0.5 if not streaming else 30) as client:
             if streaming:
@@ -183,6 +192,7 @@ def test_a_closed_connection_frees_its_blocks(service: Service) -> None:
         closed = time.monotonic()
         wait_for(lambda: service.open_requests() == 0, 5, "open requests gone")
         assert time.monotonic() - closed < 1.0  # the tiny model would go on for seconds
+        wait_for(lambda was=before: cancelled(service) > was, 5, "its count")  # type: ignore[misc]
         service.wait_idle()
 
 
@@ -196,8 +206,17 @@ def test_handle_calls(service: Service) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
     completion = handle.completions.remote({"model": "tiny", "prompt": [3, 4], "max_tokens": 2}).result(timeout_s=30)
     assert completion["object"] == "text_completion"
-    with pytest.raises(Exception, match="gpt-9"):
+
+
+def test_errors_of_handle_calls_are_typed(service: Service) -> None:
+    handle = service.handle
+    with pytest.raises(APIError, match="gpt-9") as unknown:
         handle.chat.remote(chat(model="gpt-9")).result(timeout_s=30)
+    assert (unknown.value.status, unknown.value.code, unknown.value.param) == (404, "model_not_found", "model")
+    assert unknown.value.message.startswith("model 'gpt-9' does not exist")
+    with pytest.raises(APIError) as wrong:
+        list(handle.options(stream=True).completions_stream.remote({"model": "tiny", "prompt": ""}))
+    assert (wrong.value.status, wrong.value.message) == (400, "prompt is empty, must have at least one token")
 
 
 def test_metrics_of_every_process(service: Service) -> None:

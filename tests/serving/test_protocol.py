@@ -91,6 +91,11 @@ def test_stop_is_a_list(value, stops):
     assert chat(stop=value).stop == stops
 
 
+def test_stop_token_ids_are_distinct():
+    assert chat(stop_token_ids=[5, 3, 5, 3, 4]).stop_token_ids == [5, 3, 4]
+    assert len(chat(stop_token_ids=list(range(128))).stop_token_ids) == 128
+
+
 @pytest.mark.parametrize(
     ("value", "prompts"),
     [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]]), (["a"], ["a"])],
@@ -164,6 +169,7 @@ def test_guided_fields_are_refused():
         ({"stop": [1]}, "stop", "list of strings"),
         ({"stop": {"a": 1}}, "stop", "list of strings"),
         ({"stop_token_ids": ["1"]}, "stop_token_ids[0]", "integer"),
+        ({"stop_token_ids": list(range(129))}, "stop_token_ids", "at most 128"),
         ({"logprobs": 3}, "logprobs", "boolean"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs = true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
