@@ -90,10 +90,9 @@ class ModelRunner:
         for w, _ in sampling:
             sequence = self.sequences[w.id]
             rows.append(SampleRow(sequence.params, sequence.seed, len(sequence.tokens) - sequence.num_prompt))
-        logits = self.model.compute_logits(  # type: ignore[operator]
-            hidden[torch.tensor([end for _, end in sampling])]
-        )
-        output = self.sampler.sample(logits, rows)
+        hidden = hidden[torch.tensor([end for _, end in sampling])]
+        logits = self.model.compute_logits(hidden)  # type: ignore[operator]
+        output = self.sampler.sample(logits, rows, self.model.greedy_tokens(hidden, logits))  # type: ignore[operator]
         results = []
         for (w, _), token, logprobs in zip(sampling, output.ids, output.logprobs, strict=True):
             if token >= 0:

@@ -69,6 +69,7 @@ class Scheduler:
         self._next_expiry = 0.0
         self._placed: set[str] = set()  # ids whose state the runner has
         self._now = 0.0
+        self._head_blocked = False  # the head of the queue found no room in the last step
         self._prompt_started: float | None = None  # when the last step with a prompt was planned
         self._prompt_latency = 0.0
 
@@ -134,12 +135,18 @@ class Scheduler:
         work: list[Work] = []
         starts: list[SequenceStart] = []
         preempted = False
+        later, wanted = self._demand()
         for request in list(self.running):
             if budget == 0:
                 break
             if request.status is not Status.RUNNING:
                 continue  # held, or preempted earlier in this loop
+            later, wanted = later - 1, wanted - request.pending
             count = min(request.pending, budget)
+            if self.config.chunked_prefill and count > 1:
+                # A long prompt leaves to those behind it what they want, up to half of the step and one position each.
+                spare = max(later, min(wanted, self.config.max_num_batched_tokens // 2))
+                count = min(count, max(1, budget - spare))
             new, victims = self._grow(request, request.computed + count)
             preempted = preempted or victims
             if new is None:
@@ -269,7 +276,8 @@ class Scheduler:
             found = self.pool.find(hashes, request.tokens)
             # The whole known sequence must fit, or it would be preempted right after its prefill.
             reserve = self.pool.total // 100 if self.running else 0
-            if self.pool.room_for(found, len(request.tokens)) < reserve:
+            self._head_blocked = self.pool.room_for(found, len(request.tokens)) < reserve
+            if self._head_blocked:
                 return
             count = len(request.tokens) - len(found) * size
             if count > budget:
@@ -290,6 +298,12 @@ class Scheduler:
             new = self._extend(request, request.computed + count)
             self._place(request, count, new, starts, work)
             budget -= count
+
+    def _demand(self) -> tuple[int, int]:
+        """(running requests, positions they want), with those the queue would want if it is let in."""
+        running = [request.pending for request in self.running if request.status is Status.RUNNING]
+        queued = 0 if self._head_blocked else sum(len(request.tokens) for request in self.waiting[: self._seats])
+        return len(running), sum(running) + queued
 
     def _prompt_due(self, now: float) -> bool:
         """The scheduler_delay_factor rule: let prompts gather for a share of the last prompt's latency."""

@@ -51,6 +51,12 @@ def argmax(logits: Tensor) -> Tensor:
     return backend(logits.device).argmax(logits)
 
 
+def head_argmax(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """`argmax` of logits [S, V] that are hidden [S, H] times weight [V, H], rounded: where the largest are equal, the
+    largest unrounded product wins, on devices that have a kernel for it."""
+    return backend(logits.device).head_argmax(logits, hidden, weight)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return backend(x.device).rms_norm(x, weight, eps)
 

@@ -86,6 +86,16 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.tensor([row.index(m) if math.isfinite(m) else -1 for row, m in zip(rows, best, strict=True)])
 
 
+def head_argmax(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """`argmax` of logits [S, V] that are hidden [S, H] times weight [V, H], rounded; equal ones are told apart by the
+    unrounded products."""
+    found = argmax(logits)
+    for row in (found >= 0).nonzero().flatten().tolist():
+        tied = (logits[row] == logits[row, found[row]]).nonzero().flatten()
+        found[row] = tied[(weight[tied].double() @ hidden[row].double()).argmax()]
+    return found
+
+
 def silu_mul(x: Tensor) -> Tensor:
     """silu(gate) * up of x = [gate | up] [T, 2 I]: [T, I]."""
     gate, up = x.chunk(2, -1)

@@ -120,7 +120,7 @@ class Api:
         messages = request.template_messages()
         try:
             text = tokenizer.render_chat(messages, request.add_generation_prompt, **request.chat_template_kwargs)
-            return tokenizer.encode(text, request.add_special_tokens)
+            return self._encode(tokenizer, text, request.add_special_tokens, "messages")
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
 
@@ -133,9 +133,17 @@ class Api:
         if tokenizer is None:
             raise bad_request("prompt is text, must be token ids: skip_tokenizer_init is set", "prompt")
         try:
-            return tokenizer.encode(prompt, request.add_special_tokens)
+            return self._encode(tokenizer, prompt, request.add_special_tokens, "prompt")
         except ValueError as error:
             raise bad_request(str(error), "prompt") from error
+
+    def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        """Token ids. A text that no tokens of the model's length could hold is refused before it costs seconds."""
+        limit = self.max_model_len * tokenizer.longest_token
+        if limit and len(text) > limit:
+            message = f"the prompt has {len(text)} characters: more than {self.max_model_len} tokens can hold"
+            raise bad_request(message, param, "context_length_exceeded")
+        return tokenizer.encode(text, add_special_tokens)
 
     # -- before the engine --------------------------------------------------------------------------------------
 

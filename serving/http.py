@@ -16,7 +16,7 @@ from serving.openai.streaming import DONE, error_event
 
 logger = logging.getLogger("ferry.ingress")
 
-MAX_BODY_BYTES = 32 << 20
+MAX_BODY_BYTES = 8 << 20
 
 
 class EventStream(Response):

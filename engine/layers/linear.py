@@ -17,7 +17,8 @@ FIXED_ROWS = 16
 class Linear(nn.Module):
     """y = x W^T + b, with W [out_features, in_features]."""
 
-    fixed_rows = False
+    min_rows = 1  # smaller batches are padded to this many rows (engine/layers/invariance.py)
+    fixed_rows = False  # every product has FIXED_ROWS rows
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__()
@@ -40,6 +41,8 @@ class Linear(nn.Module):
             padded = F.pad(x, (0, 0, 0, -len(x) % FIXED_ROWS))
             tiles = [self._multiply(tile) for tile in padded.split(FIXED_ROWS)]
             return torch.cat(tiles)[: len(x)]
+        if len(x) < self.min_rows:
+            return self._multiply(F.pad(x, (0, 0, 0, self.min_rows - len(x))))[: len(x)]
         return self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.model_config import ModelConfig
+from kernels import dispatch
 
 
 class LlamaAttention(nn.Module):
@@ -83,7 +84,8 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.model = Decoder(config, self.attention)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        if config.tie_word_embeddings:
+        self.tied = config.tie_word_embeddings
+        if self.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -93,3 +95,14 @@ class LlamaForCausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] -> [S, vocab_size], in the model's dtype: only rows that are not greedy need floats."""
         return self.lm_head(hidden)
+
+    def greedy_tokens(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        """The likeliest token of each row, int64 [S]; below 0 where the logits are no finite numbers.
+
+        Rounding to bfloat16 makes the best logits equal now and then; a tied head has its plain weights at hand to
+        tell them apart.
+        """
+        embedding = self.model.embed_tokens.weight
+        if self.tied and embedding.dtype == logits.dtype:
+            return dispatch.head_argmax(logits, hidden, embedding)
+        return dispatch.argmax(logits)

@@ -40,12 +40,13 @@ class SampleOutput:
 
 
 class Sampler:
-    def sample(self, logits: Tensor, rows: list[SampleRow]) -> SampleOutput:
+    def sample(self, logits: Tensor, rows: list[SampleRow], greedy: Tensor | None = None) -> SampleOutput:
         """One token for each row of logits [len(rows), vocab]; all but the argmax is computed in float32.
 
+        `greedy` int64 [len(rows)]: the likeliest tokens where the model knows them better than by argmax.
         A row whose logits are not finite gets NOT_FINITE and no logprobs.
         """
-        ids: list[int] = dispatch.argmax(logits).tolist()
+        ids: list[int] = (dispatch.argmax(logits) if greedy is None else greedy).tolist()
         for kind, members in _by_kind(rows, logits.shape[1]).items():
             picked = _sample(logits[members].float(), [rows[i] for i in members], *kind)
             for i, token in zip(members, picked, strict=True):

@@ -38,7 +38,9 @@ class Tokenizer:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         # an added token's text is literal: it must not pass through the byte alphabet
         self._bytes.update({index: token.content.encode() for index, token in added.items()})
-        self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocabulary), default=1)  # characters; of the byte alphabet: bytes
 
     @property
     def eos_token_id(self) -> int | None:

@@ -24,6 +24,7 @@ SIGNATURES = {
     "silu_mul": [P, P, I64, I64, I32],
     "rope_and_cache": [P, I64, P, I64, P, I64, P, P, P, P, P, P, I64, I32, I32, I32, I32],
     "argmax": [P, I64, P, I64, I64, I32],
+    "head_argmax": [P, I64, P, P, P, I64, I64, I64],
     "attention": [P, P, P, P, P],
 }
 
@@ -181,6 +182,19 @@ class NativeOps:
             return torch_ops.argmax(logits)
         out = torch.empty(logits.shape[0], dtype=torch.int64)
         function(logits.data_ptr(), logits.stride(0), out.data_ptr(), *logits.shape, _threads())
+        return out
+
+    def head_argmax(self, logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+        function = self.functions.get(("head_argmax", logits.dtype))
+        same = logits.dtype == hidden.dtype == weight.dtype
+        if function is None or not same or logits.stride(1) != 1 or not weight.is_contiguous():
+            return self.argmax(logits)
+        hidden = hidden.contiguous()
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        function(
+            *(logits.data_ptr(), logits.stride(0), hidden.data_ptr(), weight.data_ptr(), out.data_ptr()),
+            *(*logits.shape, hidden.shape[1]),
+        )
         return out
 
     def _call(

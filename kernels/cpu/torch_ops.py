@@ -8,9 +8,23 @@ from kernels.cpu.torch_attention import attention
 from kernels.cpu.torch_cache import rope_and_cache, write_kv
 from kernels.cpu.torch_elementwise import add_rms_norm, rms_norm, rope, silu_mul
 
-__all__ = ["add_rms_norm", "argmax", "attention", "rms_norm", "rope", "rope_and_cache", "silu_mul", "write_kv"]
+__all__ = [
+    "add_rms_norm",
+    "argmax",
+    "attention",
+    "head_argmax",
+    "rms_norm",
+    "rope",
+    "rope_and_cache",
+    "silu_mul",
+    "write_kv",
+]
 
 
 def argmax(logits: Tensor) -> Tensor:
     values, index = logits.max(-1)
     return index.masked_fill(~values.isfinite(), -1)
+
+
+def head_argmax(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    return argmax(logits)

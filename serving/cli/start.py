@@ -59,7 +59,8 @@ def serve(plan: Plan) -> int:
 
 def ready_line(plan: Plan) -> str:
     """Where to send the first request, as one command."""
-    body = {"model": plan.config.served_model_name[0], "messages": [{"role": "user", "content": "Hello!"}]}
+    messages = [{"role": "user", "content": "Tell me the capital of France."}]
+    body = {"model": plan.config.served_model_name[0], "messages": messages, "temperature": 0, "max_tokens": 64}
     url = f"{address(plan)}/v1/chat/completions"
     return f"Ferry is ready: curl {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 

@@ -822,3 +822,42 @@ def test_stats_describe_the_queue() -> None:
     assert (stats.head_blocks, stats.waiting_blocks) == (4, 5)
     assert stats.queued_prefill_tokens == 15
     assert (stats.prompt_tokens, stats.generated_tokens, stats.steps) == (14, 2, 1)
+
+
+# Sharing a step
+
+
+def test_a_long_prompt_holds_up_neither_decodes_nor_short_prompts_behind_it() -> None:
+    engine = make_engine(200, max_num_batched_tokens=32, max_num_seqs=8, max_model_len=1000)
+    add(engine, "long", 500, max_tokens=2)
+    engine.step()
+    add(engine, "short", 10, max_tokens=3)
+    add(engine, "brief", 4, max_tokens=3)
+    engine.step()
+    assert works(engine)[0] == ("long", 32, 32 - 14)  # what the two behind it want
+    assert [name for name, _, _ in works(engine)] == ["long", "short", "brief"]
+    engine.step()
+    assert works(engine) == [("long", 50, 30), ("short", 10, 1), ("brief", 4, 1)]
+    run(engine)
+
+
+def test_a_long_prompt_keeps_half_of_a_step_among_many() -> None:
+    engine = make_engine(400, max_num_batched_tokens=32, max_num_seqs=8, max_model_len=1000)
+    for name in "abc":
+        add(engine, name, 300, max_tokens=1)
+    engine.step()
+    engine.step()
+    assert works(engine)[0] == ("a", 32, 16)
+    run(engine)
+
+
+def test_a_queue_that_finds_no_room_takes_nothing_from_those_who_run() -> None:
+    engine = make_engine(40, max_num_batched_tokens=32, max_num_seqs=8, max_model_len=1000)
+    add(engine, "a", 120, max_tokens=1)
+    engine.step()
+    add(engine, "b", 155, max_tokens=1)  # fits only alone
+    engine.step()
+    assert works(engine) == [("a", 32, 16)]  # that it finds no room is not known yet
+    engine.step()
+    assert works(engine) == [("a", 48, 32)]
+    run(engine)

@@ -236,3 +236,17 @@ def test_both_replicas_work(service: Service) -> None:
     assert all(result.done and result.finish_reason == "length" for result in results)
     steps = httpx.get(f"{service.url}/metrics").text
     assert json.dumps(sorted(service.engines())) and steps.count("ferry_steps_total{") == 2
+
+
+def test_a_text_that_cannot_fit_is_refused_at_once(service: Service) -> None:
+    started = time.monotonic()
+    for path, body in (
+        ("/v1/completions", {"prompt": "a " * 3_000_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 3_000_000}]}),
+    ):
+        response = httpx.post(f"{service.url}{path}", json={"model": "tiny", **body}, timeout=30)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert time.monotonic() - started < 5.0  # tokenising it would take longer
+    response = httpx.post(f"{service.url}/v1/completions", content=b" " * (9 << 20), timeout=30)
+    assert response.status_code == 413 and response.json()["error"]["message"]

@@ -241,6 +241,16 @@ def test_argmax_takes_the_first_of_the_largest(ops: NativeOps, dtype: torch.dtyp
     assert found[2:8].tolist() == [5, 1002, 77, -1, -1, -1]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_logits_are_told_apart_by_their_products(ops: NativeOps, dtype: torch.dtype) -> None:
+    hidden, weight = randn(6, 40, dtype=dtype), randn(500, 40, dtype=dtype, seed=1)
+    logits = (hidden.float() @ weight.float().T / 4).round().to(dtype)  # coarse, so that many are equal
+    logits[5] = torch.nan
+    found = ops.head_argmax(logits, hidden, weight)
+    assert torch.equal(found, reference.head_argmax(logits, hidden, weight))
+    assert any((logits[i] == logits[i].max()).sum() > 1 for i in range(5))
+
+
 def test_extremes_stay_finite(native: NativeOps) -> None:
     """Large scores and gates neither overflow nor divide by zero."""
     case = Case([1, 4], [20, 20], 2, 1, 16)

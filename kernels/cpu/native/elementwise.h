@@ -106,3 +106,30 @@ EXPORT void FN(argmax)(const E *x, int64_t x_stride, int64_t *out, int64_t rows,
         out[row] = i;
     }
 }
+
+/* argmax of logits that are x . weight rounded to E: among equal largest ones the largest unrounded product wins, then
+ * the first. x is [rows, size], weight [vocab, size], both dense. */
+EXPORT void FN(head_argmax)(const E *logits, int64_t logits_stride, const E *x, const E *weight, int64_t *out,
+                            int64_t rows, int64_t vocab, int64_t size) {
+    FN(argmax)(logits, logits_stride, out, rows, vocab, 1);
+    for (int64_t row = 0; row < rows; row++) {
+        const E *scores = logits + row * logits_stride;
+        if (out[row] < 0) continue;
+        const float highest = LOAD1(scores + out[row]);
+        float best = -INFINITY;
+        int64_t first = out[row];
+        for (int64_t token = first; token < vocab; token++) {
+            if (LOAD1(scores + token) != highest) continue;
+            const E *a = x + row * size, *b = weight + token * size;
+            vf sum = splat(0.0f);
+            int64_t i = 0;
+            for (; i + LANES <= size; i += LANES) sum += LOAD16(a + i) * LOAD16(b + i);
+            if (i < size) sum += LOAD_TAIL(a + i, (int)(size - i)) * LOAD_TAIL(b + i, (int)(size - i));
+            const float product = lane_sum(sum);
+            if (product > best) {
+                best = product;
+                out[row] = token;
+            }
+        }
+    }
+}

@@ -1,0 +1,69 @@
+"""Linear layers that give a row the same bits in any batch, at the shapes of a real model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.layers.invariance import is_invariant, make_invariant
+from engine.layers.linear import FIXED_ROWS, Linear, can_pack
+
+pytestmark = pytest.mark.skipif(
+    not can_pack(torch.empty(1, dtype=torch.bfloat16)), reason="this processor multiplies bfloat16 another way"
+)
+
+
+@pytest.fixture(autouse=True)
+def threads_restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def linear(out_features: int, in_features: int, seed: int) -> Linear:
+    layer = Linear(in_features, out_features)
+    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(seed)) / in_features**0.5
+    layer.weight.data = weight.bfloat16()
+    layer.finish_loading()
+    return layer
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shape", [(960, 576), (576, 576), (3072, 576), (576, 1536), (512, 4096)])
+def test_every_row_of_every_batch_equals_the_row_alone(shape: tuple[int, int]) -> None:
+    """Inputs the check itself did not see, all sizes up to 70."""
+    model = nn.Sequential(linear(*shape, seed=5))
+    torch.set_num_threads(2)
+    make_invariant(model, 512, 64)
+    x = torch.randn(500, shape[1], generator=torch.Generator().manual_seed(6)).bfloat16()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        alone = torch.cat([model(row) for row in x.split(1)])
+        for rows in (*range(1, 70), 200, 500):
+            assert torch.equal(model(x[:rows]), alone[:rows]), (threads, rows)
+            assert torch.equal(model(x[-rows:]), alone[-rows:]), (threads, rows)
+
+
+class Fickle(Linear):
+    """A layer whose small (or all) products come out differently by their number of rows."""
+
+    def __init__(self, below: int):
+        super().__init__(8, 8)
+        self.weight.data = torch.eye(8).bfloat16()
+        self.below = below
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return x + (len(x) if len(x) < self.below else 0)
+
+
+@pytest.mark.parametrize(
+    ("below", "min_rows", "fixed"), [(0, 1, False), (2, 2, False), (9, FIXED_ROWS, False), (10**6, 1, True)]
+)
+def test_a_layer_is_mended_by_the_cheapest_way_that_works(below: int, min_rows: int, fixed: bool) -> None:
+    layer = Fickle(below)
+    assert make_invariant(nn.Sequential(layer), 256, 64) == (below > 1)
+    assert (layer.min_rows, layer.fixed_rows) == (min_rows, fixed)
+    assert is_invariant(layer, 256)
