@@ -28,7 +28,7 @@ def choose(*reports: LoadReport, tokens: int = 16, booked: dict[str, Booked] | N
     [
         ({"free_blocks": 50, "running": 4}, 50 * 16 / 4),
         ({"free_blocks": 50, "running": 4, "waiting": 3, "waiting_blocks": 30, "head_blocks": 10}, 40 * 16 / 4),
-        ({"free_blocks": 5, "running": 4, "waiting": 1, "waiting_blocks": 10, "head_blocks": 10}, -5 * 16 / 4),
+        ({"free_blocks": 5, "running": 4, "waiting": 1, "waiting_blocks": 10, "head_blocks": 10}, -5 * 16),
         ({"free_blocks": 100}, 1600),
         ({"free_blocks": 100, "block_size": 32, "running": 1}, 3200),
         ({"total_blocks": 0, "free_blocks": 0}, 0),

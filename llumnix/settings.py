@@ -1,0 +1,161 @@
+"""Every tunable of rescheduling: the keys of `llumnix_config`, flat.
+
+Thresholds on freeness are shares of an engine's capacity, so that they mean the same on an engine of any size. The
+paper gives them in blocks per request on engines of 851 blocks; `3 / 851` below is its "3". In decode steps the share
+s is s x capacity in tokens: 3 / 851 x 13,616 = 48 steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from engine.options.option import ConfigError, Kind, Option
+
+PAPER_BLOCKS = 851  # KV blocks of the paper's engines (LLaMA-7B on an A10), 16 tokens each
+
+DISPATCH_POLICIES = (
+    *("llumnix", "priority_blind", "infaas", "round_robin", "least_requests", "lmetric", "sticky_prefix"),
+)
+REQUEST_POLICIES = ("SR", "LR", "LCR", "FCW", "FCWSR")
+
+
+def _setting(kind: Kind, default: Any, help: str, **rest: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"option": Option("", kind, default, help, **rest)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlumnixSettings:
+    """Values. Construction checks types, ranges and combinations; raises ConfigError, one line."""
+
+    # Dispatch
+    dispatch_policy: str = _setting("str", "llumnix", "where a new request goes", choices=DISPATCH_POLICIES)
+    high_headroom: bool = _setting(
+        "bool", True, "engines that run a request of the high class (priority below 0) keep the rest of them away"
+    )
+    high_target_share: float = _setting(
+        "float",
+        1600 / (PAPER_BLOCKS * 16),
+        "share of an engine's KV below which decoding is at its fastest: what the high class leaves to be used",
+        low=0.0,
+        high=1.0,
+    )
+
+    # Which engines exchange requests
+    enable_moves: bool = _setting("bool", True, "false: requests move only away from engines that drain")
+    pairing_interval_s: float = _setting("float", 0.2, "seconds between rounds of pairing", low=0.01, high=60.0)
+    migrate_out_share: float = _setting(
+        "float", 3 / PAPER_BLOCKS, "engines with a lower freeness give requests away", low=0.0, high=1.0
+    )
+    migrate_in_share: float = _setting(
+        "float", 6 / PAPER_BLOCKS, "engines take requests while their freeness stays higher", low=0.0, high=1.0
+    )
+    max_moves_per_engine: int = _setting("int", 1, "moves at a time to or from one engine", low=1, high=64)
+    max_moves_draining: int = _setting("int", 4, "moves at a time from an engine that drains", low=1, high=64)
+    max_moves: int = _setting("int", 128, "moves at a time in the whole cluster", low=1, high=65536)
+
+    # Which request moves, and how
+    request_policy: str = _setting(
+        "str",
+        "SR",
+        "SR shortest running, LR longest running, LCR last come running, FCW first come waiting, FCWSR waiting first",
+        choices=REQUEST_POLICIES,
+    )
+    move_cooldown_s: float = _setting(
+        "float", 2.0, "a request stays this long after a move, unless its engine drains", low=0.0, high=3600.0
+    )
+    movable_reported: int = _setting("int", 8, "movable requests that a load report lists", low=1, high=64)
+    bandwidth_mb_per_s: float = _setting(
+        "float", 0.0, "most megabytes a second that one engine sends for moves; 0: no limit", low=0.0
+    )
+    max_stages: int = _setting(
+        "int", 4, "copies of a move while the request decodes on, before it is held", low=1, high=64
+    )
+    last_stage_blocks: int = _setting(
+        "int", 2, "blocks left when the request is held for the last copy", low=1, high=1024
+    )
+    reservation_timeout_s: float = _setting(
+        "float", 10.0, "a destination frees promised blocks after this long without news", low=0.1, high=600.0
+    )
+    transfer_timeout_s: float = _setting(
+        "float", 10.0, "one transfer or call of a move may take this long", low=0.1, high=600.0
+    )
+    verify_moves: float = _setting(
+        "float", 0.01, "share of moved or resumed requests that are computed again and compared", low=0.0, high=1.0
+    )
+
+    # How many engines
+    scale_low_share: float = _setting(
+        "float", 10 / PAPER_BLOCKS, "average freeness below which a replica is added", low=0.0, high=1.0
+    )
+    scale_high_share: float = _setting(
+        "float", 60 / PAPER_BLOCKS, "average freeness above which a replica is taken away", low=0.0, high=1.0
+    )
+    scale_interval_s: float = _setting("float", 10.0, "seconds between decisions on scaling", low=0.1, high=3600.0)
+    scale_up_after_s: float = _setting(
+        "float", 0.0, "the average must be below the band this long", low=0.0, high=86400.0
+    )
+    scale_down_after_s: float = _setting(
+        "float", 10.0, "the average must be above the band this long", low=0.0, high=86400.0
+    )
+    pd_ratio: str = _setting("str", "none", "prefill : decode replicas, such as 1:3; none: every replica does both")
+
+    def __post_init__(self) -> None:
+        for name, option in options().items():
+            object.__setattr__(self, name, option.coerce(getattr(self, name), f"llumnix_config.{name}"))
+        if self.migrate_in_share < self.migrate_out_share:
+            raise ConfigError(
+                f"--llumnix_config.migrate_in_share is {self.migrate_in_share:g}, must be at least migrate_out_share "
+                f"({self.migrate_out_share:g})"
+            )
+        if self.scale_high_share <= self.scale_low_share:
+            raise ConfigError(
+                f"--llumnix_config.scale_high_share is {self.scale_high_share:g}, must be greater than "
+                f"scale_low_share ({self.scale_low_share:g})"
+            )
+        parse_ratio(self.pd_ratio)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LlumnixSettings:
+        """Settings from a parsed file. Raises ConfigError for unknown keys, wrong types and values out of range."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"llumnix_config holds {type(values).__name__}, must be a mapping of settings")
+        for key in values:
+            if key not in options():
+                near = difflib.get_close_matches(str(key), options(), 1, 0.0)
+                raise ConfigError(f"llumnix_config has no setting {key!r}, the nearest is {near[0]}")
+        return cls(**values)
+
+    def out_steps(self, capacity: int) -> float:
+        """Freeness in decode steps below which an engine of `capacity` tokens gives requests away."""
+        return self.migrate_out_share * capacity
+
+    def in_steps(self, capacity: int) -> float:
+        """Freeness in decode steps above which an engine of `capacity` tokens must stay when it takes a request."""
+        return self.migrate_in_share * capacity
+
+
+def parse_ratio(text: str) -> tuple[int, int] | None:
+    """(prefill, decode) of "1:3"; None for "none". Raises ConfigError."""
+    if text == "none":
+        return None
+    parts = text.split(":")
+    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--llumnix_config.pd_ratio is {text!r}, must be two positive integers such as 1:3, or none")
+    return int(parts[0]), int(parts[1])
+
+
+@cache
+def options() -> dict[str, Option]:
+    """The declaration of every setting by its name; documentation is made from it."""
+    return {
+        field.name: dataclasses.replace(field.metadata["option"], name=field.name)
+        for field in dataclasses.fields(LlumnixSettings)
+    }
+
+
+DEFAULTS = LlumnixSettings()

@@ -1,0 +1,65 @@
+"""Prefill and decode replicas: the ratio, and who serves when a role is missing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from llumnix.load import DECODE, MIXED, PREFILL
+from llumnix.policies.roles import assign, serving, split
+
+
+@pytest.mark.parametrize(
+    "present, prefill, decode",
+    [
+        ({PREFILL, DECODE}, {PREFILL}, {DECODE}),
+        ({PREFILL, DECODE, MIXED}, {PREFILL, MIXED}, {DECODE, MIXED}),
+        ({PREFILL}, {PREFILL}, {PREFILL}),
+        ({DECODE}, {DECODE}, {DECODE}),
+        ({MIXED}, {MIXED}, {MIXED}),
+        ({MIXED, DECODE}, {MIXED}, {MIXED, DECODE}),
+        (set(), set(), set()),
+    ],
+)
+def test_who_serves_a_phase(present: set[str], prefill: set[str], decode: set[str]) -> None:
+    assert serving(PREFILL, present) == prefill
+    assert serving(DECODE, present) == decode
+
+
+@pytest.mark.parametrize(
+    "replicas, ratio, expected",
+    [
+        (8, (1, 3), (2, 6)),
+        (2, (1, 9), (1, 1)),
+        (2, (9, 1), (1, 1)),
+        (3, (1, 1), (2, 1)),
+        (1, (1, 1), (0, 0)),
+        (0, (1, 1), (0, 0)),
+        (8, None, (0, 0)),
+        (16, (3, 5), (6, 10)),
+    ],
+)
+def test_the_split(replicas: int, ratio: tuple[int, int] | None, expected: tuple[int, int]) -> None:
+    assert split(replicas, ratio) == expected
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_roles_are_assigned_with_the_fewest_changes(seed: int) -> None:
+    rng = random.Random(seed)
+    roles = {f"e{i}": rng.choice([PREFILL, DECODE, MIXED]) for i in range(rng.randrange(2, 20))}
+    ratio = (rng.randrange(1, 5), rng.randrange(1, 5))
+    made = assign(roles, ratio)
+    prefill, decode = split(len(roles), ratio)
+    count = {role: sum(r == role for r in made.values()) for role in (PREFILL, DECODE, MIXED)}
+    assert count == {PREFILL: prefill, DECODE: decode, MIXED: 0}
+    old = {role: sum(r == role for r in roles.values()) for role in (PREFILL, DECODE)}
+    kept = sum(made[name] == roles[name] for name in roles)
+    assert kept == min(old[PREFILL], prefill) + min(old[DECODE], decode)
+    assert assign(made, ratio) == made
+
+
+def test_without_a_ratio_or_alone_everyone_is_mixed() -> None:
+    assert assign({"a": PREFILL, "b": DECODE}, None) == {"a": MIXED, "b": MIXED}
+    assert assign({"a": PREFILL}, (1, 1)) == {"a": MIXED}
+    assert assign({}, (1, 1)) == {}
