@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,20 @@ class Job:
     params: SamplingParams
 
 
+EDITS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"min_p": 0.05, "presence_penalty": 0.8, "frequency_penalty": 0.4},
+    {},
+    {"repetition_penalty": 0.8, "frequency_penalty": 1.5, "min_p": 0.02},
+    {"min_p": 0.1},
+    {"frequency_penalty": -0.6},
+]
+"""Seven kinds, so that neighbours differ and each is met greedy and seeded, with and without logprobs and a prefix."""
+
+
 def job(seed: int, common: list[int] = (), longest: int = 90, tokens: int = 24) -> Job:  # type: ignore[assignment]
-    """A random request: greedy or seeded, with logprobs or without."""
+    """A random request: greedy or seeded, with logprobs or without, with penalties and min_p or without."""
     source = random.Random(seed)
     prompt = list(common) + [source.randrange(4, 250) for _ in range(source.randrange(1, longest))]
     params: dict[str, Any] = {"max_tokens": source.randrange(1, tokens), "ignore_eos": True}
@@ -61,6 +73,7 @@ def job(seed: int, common: list[int] = (), longest: int = 90, tokens: int = 24) 
     if seed % 3 == 0:
         params |= {"top_p": 0.9} if seed % 2 else {"top_k": 40, "top_p": 0.95}
     params["logprobs"] = (None, 0, 3)[seed % 3]
+    params |= EDITS[seed % len(EDITS)]
     return Job(prompt, SamplingParams(**params))
 
 
@@ -137,6 +150,17 @@ def assert_undisturbed(loaded: Loaded, jobs: dict[str, Job], answers: dict[str, 
 
 COMMON = [9] * 37
 JOBS = {f"r{i}": job(i, COMMON if i % 4 == 0 else []) for i in range(64)}
+
+
+def test_penalties_decide_tokens(loaded: Loaded) -> None:
+    """Else the rest of this file would not notice if they were lost."""
+    differ = {True: 0, False: 0}
+    for name, wanted in JOBS.items():
+        if wanted.params.penalized:
+            plain = replace(wanted.params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+            engine = make_engine(loaded)
+            differ[plain.greedy] += run(engine, {name: Job(wanted.prompt, plain)})[name] != alone(loaded, name, wanted)
+    assert min(differ.values()) >= 10, differ
 
 
 @pytest.mark.parametrize("mates", [1, 2, 7, 15, 31, 63])
