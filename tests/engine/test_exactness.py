@@ -23,6 +23,7 @@ from engine.kv_cache import KVCache, KVFormat
 from engine.layers.invariance import make_invariant
 from engine.loader import load_model
 from engine.model_config import ModelConfig
+from engine.request import Request
 from engine.runner import ModelRunner
 from engine.sampling.params import SamplingParams
 from engine.scheduler import SchedulerConfig
@@ -192,6 +193,25 @@ def test_preemption(loaded: Loaded, preempt: str) -> None:
     engine = make_engine(loaded, blocks=24, host=200, preempt=preempt, max_num_batched_tokens=128)
     assert_undisturbed(loaded, jobs, run(engine, jobs))
     assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("preempt", ["RECOMPUTE", "SWAP"])
+def test_preemption_in_the_middle_of_an_output(loaded: Loaded, preempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted of the output for penalties has to come back with it."""
+    jobs = {f"p{i}": job(i, longest=30) for i in range(14)}
+    jobs = {name: Job(w.prompt, replace(w.params, max_tokens=60)) for name, w in jobs.items()}
+    engine = make_engine(loaded, blocks=24, host=200, preempt=preempt)
+    lost: list[int] = []  # tokens of the output that penalized requests had
+    give_away = engine.scheduler._preempt
+
+    def watched(request: Request) -> None:
+        if request.params.penalized:
+            lost.append(len(request.output))
+        give_away(request)
+
+    monkeypatch.setattr(engine.scheduler, "_preempt", watched)
+    assert_undisturbed(loaded, jobs, run(engine, jobs))
+    assert sum(length > 10 for length in lost) >= 4, lost
 
 
 @pytest.mark.parametrize("threads", [1, 2])
