@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.context import reset_context, set_context
 from engine.kv_cache import KVCache
 from engine.sampling.params import SamplingParams
+from engine.sampling.penalties import Penalties
 from engine.sampling.sampler import Sampler, SampleRow
 from engine.step import Sampled, SequenceStart, StepPlan, StepResult, Work
 from kernels.metadata import AttentionMetadata
@@ -30,13 +31,25 @@ class Sequence:
     seed: int
     blocks: np.ndarray  # int32, grown by doubling; the first num_blocks are valid
     num_blocks: int = field(default=0)
+    penalties: Penalties | None = None  # where params.penalized
 
     @classmethod
     def from_start(cls, start: SequenceStart) -> Sequence:
         table = np.zeros(max(16, 2 * len(start.blocks)), dtype=np.int32)
         sequence = cls(list(start.tokens), start.num_prompt, start.params, start.seed, table)
         sequence.extend(start.blocks)
+        if start.params.penalized:
+            sequence.penalties = Penalties(start.tokens, start.num_prompt, start.params)
         return sequence
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        if self.penalties is not None:
+            self.penalties.add(token)
+
+    def sample_row(self) -> SampleRow:
+        """How to sample its next token."""
+        return SampleRow(self.params, self.seed, len(self.tokens) - self.num_prompt, self.penalties)
 
     def extend(self, blocks: list[int] | tuple[int, ...]) -> None:
         if self.num_blocks + len(blocks) > len(self.blocks):
@@ -86,17 +99,14 @@ class ModelRunner:
         sampling = [(w, int(end)) for w, end in zip(work, ends, strict=True) if w.sample]
         if not sampling:
             return []
-        rows = []
-        for w, _ in sampling:
-            sequence = self.sequences[w.id]
-            rows.append(SampleRow(sequence.params, sequence.seed, len(sequence.tokens) - sequence.num_prompt))
+        rows = [self.sequences[w.id].sample_row() for w, _ in sampling]
         hidden = hidden[torch.tensor([end for _, end in sampling])]
         logits = self.model.compute_logits(hidden)  # type: ignore[operator]
         output = self.sampler.sample(logits, rows, self.model.greedy_tokens(hidden, logits))  # type: ignore[operator]
         results = []
         for (w, _), token, logprobs in zip(sampling, output.ids, output.logprobs, strict=True):
             if token >= 0:
-                self.sequences[w.id].tokens.append(token)
+                self.sequences[w.id].append(token)
             results.append(Sampled(w.id, token, logprobs))
         return results
 

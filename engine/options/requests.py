@@ -14,7 +14,7 @@ REQUESTS = (
            above=0.0, high=1.0),
     Option("top_k", "int", None, "default of the request field", "sampling", feature=GENERATION_DEFAULTS, low=-1),
     Option("repetition_penalty", "float", None, "default of the request field", "sampling",
-           feature=GENERATION_DEFAULTS, above=0.0),
+           feature=GENERATION_DEFAULTS, low=0.01, high=100.0),
     Option("presence_penalty", "float", None, "default of the request field", "sampling",
            feature=GENERATION_DEFAULTS, low=-2.0, high=2.0),
     Option("max_new_tokens", "int", None, "cap and default of max_tokens", "sampling", feature=GENERATION_DEFAULTS,

@@ -27,13 +27,20 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None  # alternatives reported beside the sampled token; None: no logprobs
+    min_p: float = 0.0  # drops tokens less likely than this share of the likeliest one; 0: no limit
+    repetition_penalty: float = 1.0  # of tokens in prompt or output; 1: none (engine/sampling/penalties.py)
+    presence_penalty: float = 0.0  # of tokens in the output
+    frequency_penalty: float = 0.0  # of tokens in the output, for each time
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise ValueError("top_p is 0.0, must be in (0, 1]")
+        _number("top_p", self.top_p, 0.0, 1.0, above=True)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        # Any positive number has a meaning, but far ones take float32 logits to infinity
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         if self.logprobs is not None:
@@ -48,6 +55,10 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def penalized(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -57,11 +68,13 @@ class SamplingParams:
         return cls(**{k: v for k, v in data.items() if k in cls.__dataclass_fields__})
 
 
-def _number(name: str, value: Any, low: float, high: float) -> None:
+def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
+    """The range is closed; with `above` it leaves out `low`."""
+    within = f"in {'(' if above else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}, must be a number in [{low:g}, {high:g}]")
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}, must be in [{low:g}, {high:g}]")
+        raise ValueError(f"{name} is {value!r}, must be a number {within}")
+    if not low <= value <= high or (above and value == low):
+        raise ValueError(f"{name} is {value!r}, must be {within}")
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:

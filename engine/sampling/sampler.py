@@ -1,6 +1,7 @@
 """From logits to token ids.
 
-    logits -> log-softmax (logprobs) -> argmax | temperature -> top_k -> top_p -> inverse CDF in vocabulary order
+    logits -> log-softmax (logprobs)
+           -> penalties -> argmax | temperature -> min_p -> top_k -> top_p -> inverse CDF in vocabulary order
 
 One uniform number a token, a function of (seed, index), picks from the cumulative distribution. Every operation works
 on a row by itself and none sums across a row in an order that depends on the batch, so a row's token does not depend
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.sampling.noise import uniform
 from engine.sampling.params import SamplingParams
+from engine.sampling.penalties import Penalties, penalize
 from engine.step import TokenLogprobs
 from kernels import dispatch
 
@@ -31,6 +34,20 @@ class SampleRow:
     params: SamplingParams
     seed: int
     index: int  # of the token in the output
+    penalties: Penalties | None = None  # where params.penalized
+
+    def __post_init__(self) -> None:
+        if self.params.penalized and self.penalties is None:
+            raise ValueError("a row with penalties needs the tokens it has seen")
+
+
+class Kind(NamedTuple):
+    """What rows need beyond their own argmax: rows of one kind are computed together."""
+
+    sampled: bool  # else the argmax of penalized logits
+    min_p: bool = False
+    top_k: bool = False
+    top_p: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +60,15 @@ class Sampler:
     def sample(self, logits: Tensor, rows: list[SampleRow], greedy: Tensor | None = None) -> SampleOutput:
         """One token for each row of logits [len(rows), vocab]; all but the argmax is computed in float32.
 
-        `greedy` int64 [len(rows)]: the likeliest tokens where the model knows them better than by argmax.
+        `greedy` int64 [len(rows)]: the likeliest tokens where the model knows them better than by argmax. It says
+        nothing about rows with penalties, which take the argmax of their penalized logits.
         A row whose logits are not finite gets NOT_FINITE and no logprobs.
         """
         ids: list[int] = (dispatch.argmax(logits) if greedy is None else greedy).tolist()
         for kind, members in _by_kind(rows, logits.shape[1]).items():
-            picked = _sample(logits[members].float(), [rows[i] for i in members], *kind)
+            chosen, group = logits[members].float(), [rows[i] for i in members]
+            penalize(chosen, {i: row.penalties for i, row in enumerate(group) if row.penalties is not None})
+            picked = _sample(chosen, group, kind) if kind.sampled else dispatch.argmax(chosen).tolist()
             for i, token in zip(members, picked, strict=True):
                 ids[i] = token
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
@@ -62,33 +82,40 @@ class Sampler:
         return SampleOutput(ids, logprobs)
 
 
-def _by_kind(rows: list[SampleRow], vocab: int) -> dict[tuple[bool, bool], list[int]]:
-    """The rows that are not greedy by what they need: (top_k, top_p)."""
-    kinds: dict[tuple[bool, bool], list[int]] = {}
+def _by_kind(rows: list[SampleRow], vocab: int) -> dict[Kind, list[int]]:
+    """The rows whose token is not the argmax of their logits, by what they need."""
+    kinds: dict[Kind, list[int]] = {}
     for i, row in enumerate(rows):
         params = row.params
         if not params.greedy:
-            kinds.setdefault((0 < params.top_k < vocab, params.top_p < 1.0), []).append(i)
+            kind = Kind(True, params.min_p > 0.0, 0 < params.top_k < vocab, params.top_p < 1.0)
+            kinds.setdefault(kind, []).append(i)
+        elif row.penalties is not None:
+            kinds.setdefault(Kind(False), []).append(i)
     return kinds
 
 
-def _sample(logits: Tensor, rows: list[SampleRow], top_k: bool, top_p: bool) -> list[int]:
+def _sample(logits: Tensor, rows: list[SampleRow], kind: Kind) -> list[int]:
     device = logits.device
     temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float32, device=device)
     scores = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    if kind.min_p:
+        # A token's share of the likeliest one's probability is exp(score): compared as logarithms, ties stay together
+        floors = [math.log(row.params.min_p) for row in rows]
+        scores.masked_fill_(scores < torch.tensor(floors, dtype=torch.float32, device=device)[:, None], -torch.inf)
     weights = scores.exp()
-    if top_k:
+    if kind.top_k:
         counts = torch.tensor([row.params.top_k for row in rows], device=device)
         best = scores.topk(int(counts.max()), -1).values
         weights = weights * (scores >= best.gather(1, counts[:, None] - 1))  # tokens tied with the last one stay
-        if top_p:
+        if kind.top_p:
             # The best of a row with fewer than the group's largest top_k are followed by ones it excludes
             best = best.masked_fill(torch.arange(best.shape[1], device=device) >= counts[:, None], -torch.inf)
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    if top_p:
+    if kind.top_p:
         shares = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64, device=device)
         wanted = shares * cumulative[:, -1]
-        threshold = _nucleus(best, wanted) if top_k else _open_nucleus(scores, wanted)
+        threshold = _nucleus(best, wanted) if kind.top_k else _open_nucleus(scores, wanted)
         weights = weights * (scores >= threshold)
         cumulative = weights.cumsum(-1, dtype=torch.float64)
     return _inverse_cdf(cumulative, rows)

@@ -25,7 +25,6 @@ ACCEPTED_WITHOUT_EFFECT = frozenset(
 # field -> (values that ask for nothing, what to say otherwise); null always asks for nothing
 _TOOLS = "tool calling is not supported yet"
 _FORM = "structured output is not supported yet"
-_PENALTY = "penalties are not supported yet"
 REFUSED: dict[str, tuple[list[Any], str]] = {
     "tools": ([[]], _TOOLS),
     "tool_choice": (["none"], f"{_TOOLS}, only 'none' is accepted"),
@@ -34,13 +33,9 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "response_format": ([{"type": "text"}], f"{_FORM}, only type 'text' is accepted"),
     "structured_outputs": ([], _FORM),
     "logit_bias": ([{}], "token biases are not supported yet"),
-    "presence_penalty": ([0], f"{_PENALTY}, only 0 is accepted"),
-    "frequency_penalty": ([0], f"{_PENALTY}, only 0 is accepted"),
-    "repetition_penalty": ([1], f"{_PENALTY}, only 1 is accepted"),
     "length_penalty": ([1], "beam search is not supported, only 1 is accepted"),
     "use_beam_search": ([False], "beam search is not supported"),
     "best_of": ([1], "choosing among several completions is not supported, only 1 is accepted"),
-    "min_p": ([0], "min_p is not supported yet, only 0 is accepted"),
     "min_tokens": ([0], "min_tokens is not supported yet, only 0 is accepted"),
     "bad_words": ([[]], "bad_words is not supported yet"),
     "prompt_logprobs": ([], "logprobs of the prompt are not supported yet"),

@@ -84,6 +84,10 @@ class CommonRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int = 1
     stop: Annotated[list[str], BeforeValidator(_stop)] = []

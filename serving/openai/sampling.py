@@ -10,6 +10,10 @@ from serving.openai.errors import bad_request
 from serving.openai.protocol import ChatCompletionRequest, CommonRequest
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of /v1/completions
+WITH_SERVER_DEFAULT = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 def to_sampling_params(
@@ -20,22 +24,17 @@ def to_sampling_params(
     prompt_len: int,
     vocab_size: int | None = None,
 ) -> SamplingParams:
-    """The engine's parameters. `defaults`: temperature, top_p, top_k where the request is silent (else 1, 1, 0).
+    """The engine's parameters. `defaults`: fields of WITH_SERVER_DEFAULT where the request is silent.
 
     Raises APIError 400 naming the field, its value and the range; code context_length_exceeded when prompt and
     output do not fit in max_model_len tokens.
     """
     if vocab_size is not None:
         check_token_ids(request.stop_token_ids, vocab_size, "stop_token_ids")
-    chosen = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | dict(defaults)
-    for name in ("temperature", "top_p", "top_k"):
-        if getattr(request, name) is not None:
-            chosen[name] = getattr(request, name)
+    given = {name: getattr(request, name) for name in WITH_SERVER_DEFAULT if getattr(request, name) is not None}
     try:
         return SamplingParams(
-            temperature=chosen["temperature"],
-            top_p=chosen["top_p"],
-            top_k=chosen["top_k"],
+            **{**defaults, **given},
             max_tokens=max_output_tokens(request, max_model_len, prompt_len),
             stop_token_ids=tuple(request.stop_token_ids),
             ignore_eos=request.ignore_eos,

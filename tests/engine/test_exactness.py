@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from engine.kv_cache import KVCache, KVFormat
 from engine.layers.invariance import make_invariant
 from engine.loader import load_model
 from engine.model_config import ModelConfig
+from engine.request import Request
 from engine.runner import ModelRunner
 from engine.sampling.params import SamplingParams
 from engine.scheduler import SchedulerConfig
@@ -52,8 +53,20 @@ class Job:
     params: SamplingParams
 
 
+EDITS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"min_p": 0.05, "presence_penalty": 0.8, "frequency_penalty": 0.4},
+    {},
+    {"repetition_penalty": 0.8, "frequency_penalty": 1.5, "min_p": 0.02},
+    {"min_p": 0.1},
+    {"frequency_penalty": -0.6},
+]
+"""Seven kinds, so that neighbours differ and each is met greedy and seeded, with and without logprobs and a prefix."""
+
+
 def job(seed: int, common: list[int] = (), longest: int = 90, tokens: int = 24) -> Job:  # type: ignore[assignment]
-    """A random request: greedy or seeded, with logprobs or without."""
+    """A random request: greedy or seeded, with logprobs or without, with penalties and min_p or without."""
     source = random.Random(seed)
     prompt = list(common) + [source.randrange(4, 250) for _ in range(source.randrange(1, longest))]
     params: dict[str, Any] = {"max_tokens": source.randrange(1, tokens), "ignore_eos": True}
@@ -61,6 +74,7 @@ def job(seed: int, common: list[int] = (), longest: int = 90, tokens: int = 24) 
     if seed % 3 == 0:
         params |= {"top_p": 0.9} if seed % 2 else {"top_k": 40, "top_p": 0.95}
     params["logprobs"] = (None, 0, 3)[seed % 3]
+    params |= EDITS[seed % len(EDITS)]
     return Job(prompt, SamplingParams(**params))
 
 
@@ -139,6 +153,17 @@ COMMON = [9] * 37
 JOBS = {f"r{i}": job(i, COMMON if i % 4 == 0 else []) for i in range(64)}
 
 
+def test_penalties_decide_tokens(loaded: Loaded) -> None:
+    """Else the rest of this file would not notice if they were lost."""
+    differ = {True: 0, False: 0}
+    for name, wanted in JOBS.items():
+        if wanted.params.penalized:
+            plain = replace(wanted.params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+            engine = make_engine(loaded)
+            differ[plain.greedy] += run(engine, {name: Job(wanted.prompt, plain)})[name] != alone(loaded, name, wanted)
+    assert min(differ.values()) >= 10, differ
+
+
 @pytest.mark.parametrize("mates", [1, 2, 7, 15, 31, 63])
 def test_batch_mates(loaded: Loaded, mates: int) -> None:
     jobs = dict(list(JOBS.items())[: mates + 1])
@@ -168,6 +193,25 @@ def test_preemption(loaded: Loaded, preempt: str) -> None:
     engine = make_engine(loaded, blocks=24, host=200, preempt=preempt, max_num_batched_tokens=128)
     assert_undisturbed(loaded, jobs, run(engine, jobs))
     assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("preempt", ["RECOMPUTE", "SWAP"])
+def test_preemption_in_the_middle_of_an_output(loaded: Loaded, preempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted of the output for penalties has to come back with it."""
+    jobs = {f"p{i}": job(i, longest=30) for i in range(14)}
+    jobs = {name: Job(w.prompt, replace(w.params, max_tokens=60)) for name, w in jobs.items()}
+    engine = make_engine(loaded, blocks=24, host=200, preempt=preempt)
+    lost: list[int] = []  # tokens of the output that penalized requests had
+    give_away = engine.scheduler._preempt
+
+    def watched(request: Request) -> None:
+        if request.params.penalized:
+            lost.append(len(request.output))
+        give_away(request)
+
+    monkeypatch.setattr(engine.scheduler, "_preempt", watched)
+    assert_undisturbed(loaded, jobs, run(engine, jobs))
+    assert sum(length > 10 for length in lost) >= 4, lost
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def mixed_prompts(count: int, longest: int = 150) -> list[list[int]]:
     return [[source.randrange(4, 250) for _ in range(source.randrange(1, longest))] for _ in range(count)]
 
 
-def reference(path: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """transformers' greedy tokens in float32, each prompt alone."""
+def reference(path: Path, prompts: list[list[int]], tokens: int, **options: Any) -> list[list[int]]:
+    """transformers' greedy tokens in float32, each prompt alone; `options` are those of its generate."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -51,6 +52,7 @@ def reference(path: Path, prompts: list[list[int]], tokens: int) -> list[list[in
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            **options,
         )
         outputs.append(whole[0, len(prompt) :].tolist())
     return outputs
@@ -72,6 +74,34 @@ def test_greedy_tokens_equal_transformers(shape: str, tmp_path: Path) -> None:
     prompts = mixed_prompts(32)
     llm = make(path, max_num_batched_tokens=64, max_num_seqs=32)
     assert tokens_of(llm, prompts) == reference(path, prompts, 24)
+
+
+@pytest.mark.parametrize("shape", ["llama", "llama, tied", "qwen3"])
+def test_penalized_greedy_tokens_equal_transformers(shape: str, tmp_path: Path) -> None:
+    """Neighbours in the batch have a penalty, another, or none."""
+    maker, overrides = SHAPES[shape]
+    path = maker(tmp_path, **overrides)
+    prompts = mixed_prompts(24)
+    penalties = [(1.0, 1.3, 0.8)[i % 3] for i in range(len(prompts))]
+    llm = make(path, max_num_batched_tokens=64, max_num_seqs=24)
+    got = tokens_of(llm, prompts, [replace(GREEDY, repetition_penalty=penalty) for penalty in penalties])
+    for penalty in set(penalties):
+        members = [i for i, other in enumerate(penalties) if other == penalty]
+        those = [prompts[i] for i in members]
+        assert [got[i] for i in members] == reference(path, those, 24, repetition_penalty=penalty)
+        assert (penalty == 1.0) == ([got[i] for i in members] == tokens_of(llm, those))
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_penalties_of_the_output_change_how_often_tokens_come(name: str, tiny_llama: Path) -> None:
+    llm = make(tiny_llama)
+    prompts = mixed_prompts(12)
+
+    def distinct(penalty: float) -> int:
+        params = replace(GREEDY, max_tokens=60, **{name: penalty})
+        return sum(len(set(tokens)) for tokens in tokens_of(llm, prompts, params))
+
+    assert distinct(-2.0) < distinct(0.0) < distinct(2.0)
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,12 @@ def logits_of(rows, vocab=VOCAB, seed=0, spread=3.0):
 
 
 def kept_by_definition(logits, params):
-    """The tokens top_k and top_p leave, as a set, from one row of logits: plain sorting in Python."""
+    """The tokens min_p, top_k and top_p leave, as a set, from one row of logits: plain sorting in Python."""
     scores = [x / params.temperature for x in (logits.double() - logits.max().double()).tolist()]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    order = [i for i in order if math.exp(scores[i]) >= params.min_p]
     if 0 < params.top_k < len(scores):
-        least = scores[order[params.top_k - 1]]
+        least = scores[order[min(params.top_k, len(order)) - 1]]
         order = [i for i in order if scores[i] >= least]
     if params.top_p < 1.0:
         total, mass, nucleus = sum(math.exp(scores[i]) for i in order), 0.0, []
@@ -70,6 +71,12 @@ KINDS = [
     {"top_k": 20, "top_p": 0.8},
     {"top_k": 3, "top_p": 0.5},
     {"top_k": 2000, "top_p": 0.95, "temperature": 2.0},
+    {"min_p": 0.03},
+    {"min_p": 1.0},
+    {"min_p": 0.2, "temperature": 2.0, "top_k": 10},
+    {"min_p": 0.05, "top_p": 0.7},
+    {"min_p": 0.4, "top_p": 0.9999},
+    {"min_p": 0.02, "top_k": 50, "top_p": 0.9},
 ]
 
 
@@ -84,7 +91,9 @@ def test_picks_what_the_definition_picks(kind):
         assert got == [pick_by_definition(logits[i], rows[i]) for i in range(24)]
 
 
-@pytest.mark.parametrize("kind", [{}, {"temperature": 0.5}, {"top_k": 6}, {"top_p": 0.8}, {"top_k": 8, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"temperature": 0.5}, {"top_k": 6}, {"top_p": 0.8}, {"top_k": 8, "top_p": 0.9}, {"min_p": 0.1}]
+)
 def test_distribution(kind):
     logits = logits_of(1, vocab=20, spread=1.5)
     params = SamplingParams(**kind)

@@ -88,6 +88,24 @@ def test_a_seed_repeats_and_another_differs(client: openai.OpenAI) -> None:
     assert sample(1) == sample(1) != sample(2)
 
 
+def test_penalties_and_min_p_reach_the_engine(client: openai.OpenAI) -> None:
+    def tokens(temperature: float = 0, **fields: Any) -> list[str]:
+        answer = client.completions.create(
+            model="tiny", prompt=[11, 12, 13], max_tokens=40, temperature=temperature, logprobs=0, seed=1,
+            extra_body=no_eos() | fields,
+        )  # fmt: skip
+        assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.tokens is not None
+        return answer.choices[0].logprobs.tokens
+
+    plain = tokens()
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert len(set(tokens(**{name: 2}))) > len(set(plain))
+    assert tokens(2.0, min_p=1) == plain != tokens(2.0)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        tokens(presence_penalty=3)
+    assert wrong.value.param == "presence_penalty" and "[-2, 2]" in str(wrong.value)
+
+
 def test_models_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"

@@ -64,9 +64,9 @@ def test_completion_defaults():
 def test_every_field_is_carried_over():
     fields = {
         "temperature": 0, "top_p": 0.5, "top_k": 7, "seed": -3, "max_tokens": 5, "stop_token_ids": [4, 5],
-        "ignore_eos": True,
+        "ignore_eos": True, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -1, "frequency_penalty": 0.5,
     }  # fmt: skip
-    expected = SamplingParams(0, 7, 0.5, 5, (4, 5), True, -3, 2)
+    expected = SamplingParams(0, 7, 0.5, 5, (4, 5), True, -3, 2, 0.1, 1.2, -1, 0.5)
     assert params(chat(**fields, logprobs=True, top_logprobs=2)) == expected
     assert params(completion(**fields, logprobs=2)) == expected
     assert params(chat(logprobs=True)).logprobs == 0
@@ -75,15 +75,16 @@ def test_every_field_is_carried_over():
 def test_null_is_the_default():
     nulls = dict.fromkeys(
         ["max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "stop", "seed", "n", "stream",
-         "stream_options", "logprobs", "top_logprobs", "stop_token_ids", "priority", "chat_template_kwargs"]
+         "stream_options", "logprobs", "top_logprobs", "stop_token_ids", "priority", "chat_template_kwargs", "min_p",
+         "repetition_penalty", "presence_penalty", "frequency_penalty"]
     )  # fmt: skip
     assert chat(**nulls) == chat()
 
 
 def test_server_defaults_yield_to_the_request():
-    defaults = {"temperature": 0.2, "top_k": 50}
-    chosen = params(chat(top_k=3), defaults=defaults)
-    assert (chosen.temperature, chosen.top_k, chosen.top_p) == (0.2, 3, 1.0)
+    defaults = {"temperature": 0.2, "top_k": 50, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+    chosen = params(chat(top_k=3, presence_penalty=0), defaults=defaults)
+    assert chosen == SamplingParams(0.2, 3, repetition_penalty=1.1, max_tokens=90)
 
 
 @pytest.mark.parametrize(("value", "stops"), [("a", ["a"]), (["a", "bc"], ["a", "bc"]), ([], []), (None, [])])
@@ -155,6 +156,9 @@ def test_guided_fields_are_refused():
         ({"zzz": 1}, "zzz", "unknown field 'zzz'"),
         ({"temperature": "0.5"}, "temperature", "is '0.5', must be a valid number"),
         ({"temperature": True}, "temperature", "is True"),
+        ({"min_p": "0.1"}, "min_p", "is '0.1', must be a valid number"),
+        ({"presence_penalty": [1]}, "presence_penalty", "is a list, must be a valid number"),
+        ({"frequency_penalties": 1}, "frequency_penalties", "did you mean 'frequency_penalty'"),
         ({"max_tokens": 5.0}, "max_tokens", "is 5.0"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": "5"}, "max_tokens", "integer"),
@@ -304,9 +308,26 @@ def test_completion_default_shrinks_to_what_is_left():
     assert params(completion(), prompt_len=95).max_tokens == 5
 
 
-@pytest.mark.parametrize(("field", "value"), [("temperature", -1), ("top_p", 0), ("top_p", 1.5), ("top_k", -2)])
-def test_ranges_of_the_engine(field, value):
-    assert refused(params, chat(**{field: value})).param == field
+@pytest.mark.parametrize(
+    ("field", "value", "range_"),
+    [
+        ("temperature", -1.0, "[0, 100]"),
+        ("top_p", 0.0, "(0, 1]"),
+        ("top_p", 1.5, "(0, 1]"),
+        ("top_k", -2, "[-1, 2147483647]"),
+        ("min_p", -0.1, "[0, 1]"),
+        ("min_p", 1.1, "[0, 1]"),
+        ("repetition_penalty", 0.0, "[0.01, 100]"),
+        ("repetition_penalty", -1.0, "[0.01, 100]"),
+        ("presence_penalty", 2.1, "[-2, 2]"),
+        ("frequency_penalty", -3.0, "[-2, 2]"),
+    ],
+)
+def test_ranges_of_the_engine(field, value, range_):
+    for request in (chat(**{field: value}), completion(**{field: value})):
+        error = refused(params, request)
+        assert error.param == field
+        assert error.message == f"{field} is {value}, must be in {range_}"
 
 
 def test_token_ids_out_of_the_vocabulary():
