@@ -37,6 +37,11 @@ class EngineStats:
     reserved_blocks: int
     waiting_blocks: int  # blocks all queued requests would need
     head_blocks: int  # blocks the head of the queue would need
+    high_running: int  # of `running`, those with a priority below 0: the high class
+    high_waiting: int
+    high_blocks: int  # held by the running ones of the high class
+    high_waiting_blocks: int  # what the queued ones of the high class would need
+    reservations_expired: int
     queued_prefill_tokens: int  # positions still to be prefilled, running and waiting
     steps: int
     preemptions: int
@@ -131,7 +136,8 @@ class Engine:
 
     def hold(self, request_id: str) -> dict[str, Any]:
         """Stop a running request at this step boundary and return its record. Raises scheduler.Refused."""
-        return self.scheduler.hold(request_id).record()
+        request = self.scheduler.hold(request_id)
+        return {**request.record(), "age_s": self.clock() - request.arrival}
 
     def unhold(self, request_id: str) -> None:
         """Go on with a held request here: its move did not happen."""
@@ -145,20 +151,24 @@ class Engine:
         blocks = self.scheduler.requests[request_id].blocks[first : first + count]
         return self.executor.read_blocks(blocks)
 
-    def reserve(self, key: str, num_blocks: int) -> list[int]:
-        """Promise blocks to a request on its way here. Raises scheduler.Refused."""
-        return self.scheduler.reserve(key, num_blocks)
+    def reserve(self, key: str, num_blocks: int, request_id: str = "", tokens: Sequence[int] = ()) -> list[int]:
+        """Promise blocks to a request on its way here; its prefix may be here in part. Raises scheduler.Refused."""
+        return self.scheduler.reserve(key, num_blocks, request_id, tokens)
 
     def write_reserved(self, key: str, first: int, data: np.ndarray) -> None:
         """Put slabs into reserved blocks [first, first + len(data)). Raises scheduler.Refused without that promise."""
-        self.executor.write_blocks(self.scheduler.reservations.fill(key, first, len(data)), data)
+        blocks = self.scheduler.reservations.fill(key, first, len(data))
+        try:
+            self.executor.write_blocks(blocks, data)
+        finally:
+            self.scheduler.reservations.filled(key, first, len(data), self.clock())
 
     def cancel_reservation(self, key: str) -> None:
         self.scheduler.reservations.cancel(key)
 
     def adopt(self, record: dict[str, Any], epoch: Epoch, computed: int = 0, key: str | None = None) -> Request:
         """Own a request from elsewhere; idempotent for an epoch. Raises scheduler.Refused."""
-        request = Request.from_record(record, arrival=self.clock())
+        request = Request.from_record(record, arrival=self.clock() - record.get("age_s", 0.0))
         return self.scheduler.adopt(request, epoch, computed, key)
 
     def give_up(self, request_id: str) -> None:
@@ -171,6 +181,8 @@ class Engine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         prefill = scheduler.prefill_seconds_per_token
         waiting = scheduler.waiting
+        high = [r for r in scheduler.running if r.priority < 0]
+        high_waiting = [r for r in waiting if r.priority < 0]
         partial = sum(r.pending for r in scheduler.running if r.pending > 1)
         return EngineStats(
             total_blocks=pool.total,
@@ -182,6 +194,11 @@ class Engine:
             reserved_blocks=scheduler.reservations.num_blocks,
             waiting_blocks=sum(pool.blocks_for(len(r.tokens)) for r in waiting),
             head_blocks=pool.blocks_for(len(waiting[0].tokens)) if waiting else 0,
+            high_running=len(high),
+            high_waiting=len(high_waiting),
+            high_blocks=sum(len(r.blocks) for r in high),
+            high_waiting_blocks=sum(pool.blocks_for(len(r.tokens)) for r in high_waiting),
+            reservations_expired=scheduler.reservations.expired,
             queued_prefill_tokens=partial + sum(len(r.tokens) for r in waiting),
             steps=self.steps,
             preemptions=scheduler.preemptions,

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 
 HASH_BYTES = 16
 
@@ -173,6 +174,10 @@ class BlockPool:
         if block not in self._known and digest not in self._by_hash:
             self._known[block] = (digest, tuple(tokens))
             self._by_hash[digest] = block
+
+    def recent(self, limit: int) -> list[bytes]:
+        """Hashes of up to `limit` blocks that can be found, newest first."""
+        return [digest for digest, _ in islice(reversed(self._known.values()), limit)]
 
     def keep_on_host(self, blocks: Sequence[int], hashes: Sequence[bytes], tokens: Sequence[int]) -> int:
         """Copy full blocks to the host tier (preemption by SWAP); returns how many will be copied."""

@@ -48,6 +48,7 @@ class Request:
     status: Status = Status.WAITING
     preemptions: int = 0
     started: bool = False  # was admitted at least once
+    last_moved: float = float("-inf")  # engine clock, seconds: when it came here, or tried to leave
 
     def __post_init__(self) -> None:
         self.tokens = self.prompt + self.output

@@ -16,8 +16,9 @@ Ownership of blocks, from the scheduler's side:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from engine.event import NOT_FINITE, QUEUE_TIMEOUT, Event
 from engine.kv import BlockPool, block_hash, root_hash
@@ -118,7 +119,9 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Steps are needed: something can run, waits for room, or is reserved and may expire."""
-        return bool(self.waiting or self.reservations or any(r.status is Status.RUNNING for r in self.running))
+        return bool(
+            self._head is not None or self.reservations or any(r.status is Status.RUNNING for r in self.running)
+        )
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -184,9 +187,9 @@ class Scheduler:
     # -- moving -------------------------------------------------------------------------------------------------
 
     def hold(self, request_id: str) -> Request:
-        """Stop scheduling a running request, between steps. Its KV is complete up to `computed`."""
+        """Stop scheduling a request, between steps. Its KV is complete up to `computed`; a queued one has none."""
         request = self.requests.get(request_id)
-        if request is None or request.status is not Status.RUNNING:
+        if request is None or request.status not in (Status.RUNNING, Status.WAITING):
             raise Refused(f"request {request_id} is not running here")
         request.status = Status.HELD
         return request
@@ -195,25 +198,34 @@ class Scheduler:
         """Go on with a held request whose move did not happen."""
         request = self.requests.get(request_id)
         if request is not None and request.status is Status.HELD:
-            request.status = Status.RUNNING
+            request.status = Status.RUNNING if request.blocks else Status.WAITING
 
-    def reserve(self, key: str, num_blocks: int) -> list[int]:
+    def reserve(self, key: str, num_blocks: int, request_id: str = "", tokens: Sequence[int] = ()) -> list[int]:
         """Promise blocks to a request on its way here, for reservation_s. Repeating a key extends the promise.
 
+        With the request's `tokens` the blocks of its prefix that are here already are part of the promise, written.
         Raises Refused when there is no room or a request waits here already (it is older and goes first).
         """
         now = self.clock()
         self.reservations.expire(now)
         missing = self.reservations.missing(key, num_blocks)
-        more = num_blocks if missing is None else missing
-        if missing is None or more > 0:
-            if self.waiting:
-                raise Refused(f"{len(self.waiting)} older requests are waiting")
-            if missing is None and not self._seats:
-                raise Refused(f"all {self.config.max_num_seqs} seats are taken")
-            if more > self.pool.available:
-                raise Refused(f"{more} blocks wanted, {self.pool.available} available")
-        return self.reservations.promise(key, more, now)
+        if missing == 0:
+            return self.reservations.promise(key, 0, now)
+        if self.waiting:
+            raise Refused(f"{len(self.waiting)} older requests are waiting")
+        if missing is not None:
+            if missing > self.pool.available:
+                raise Refused(f"{missing} blocks wanted, {self.pool.available} available")
+            return self.reservations.promise(key, missing, now)
+        if not self._seats:
+            raise Refused(f"all {self.config.max_num_seqs} seats are taken")
+        hashes = self._chain(request_id, tokens, [])[: (len(tokens) - 1) // self.pool.block_size]
+        # What only the host tier has would have to be copied: the source sends it as well
+        found = list(takewhile(lambda hit: hit[0] is not None, self.pool.find(hashes, tokens)))[:num_blocks]
+        room = self.pool.room_for(found, num_blocks * self.pool.block_size)
+        if room < (self.pool.total // 100 if self.running else 0):
+            raise Refused(f"{num_blocks} blocks wanted, {self.pool.available} available")
+        return self.reservations.promise(key, num_blocks - len(found), now, self.pool.take(found, hashes, tokens))
 
     def adopt(self, record: Request, epoch: Epoch, computed: int, key: str | None = None) -> Request:
         """Own a request that was elsewhere. With a reservation its blocks hold the KV of `computed` positions and it
@@ -231,13 +243,12 @@ class Scheduler:
                 f"request {record.id} has {len(record.tokens)} tokens, {computed} of them computed; fewer than "
                 f"{self.max_length} fit"
             )
-        if key is None or computed == 0:
-            if key is not None:
-                self.reservations.cancel(key)
+        if key is None:
             self._take_in(record, epoch)
             self._enqueue(record)
             return record
-        blocks = self.reservations.take(key, self.pool.blocks_for(computed))
+        needed = self.pool.blocks_for(len(record.tokens))
+        blocks = self.reservations.take(key, self.pool.blocks_for(computed), needed)
         self._take_in(record, epoch)
         record.blocks = blocks
         record.computed = computed
@@ -257,9 +268,14 @@ class Scheduler:
         """Sequences that may still join the batch; a reservation has its seat already."""
         return max(0, self.config.max_num_seqs - len(self.running) - len(self.reservations))
 
+    @property
+    def _head(self) -> Request | None:
+        """The first request in the queue that is not about to move."""
+        return next((request for request in self.waiting if request.status is Status.WAITING), None)
+
     def _take_in(self, request: Request, epoch: Epoch) -> None:
         self._orders += 1
-        request.order, request.epoch = self._orders, epoch
+        request.order, request.epoch, request.last_moved = self._orders, epoch, self.clock()
         self.requests[request.id] = request
 
     def _enqueue(self, request: Request) -> None:
@@ -269,8 +285,7 @@ class Scheduler:
     def _admit(self, budget: int, now: float, starts: list[SequenceStart], work: list[Work]) -> None:
         """Move waiting requests to running while budget, seats and blocks last; strictly in order."""
         size = self.pool.block_size
-        while self.waiting and budget > 0 and self._seats and self._prompt_due(now):
-            request = self.waiting[0]
+        while budget > 0 and self._seats and (request := self._head) is not None and self._prompt_due(now):
             # The newest position is always computed: its logits are what the step is for.
             hashes = self._hashes(request)[: (len(request.tokens) - 1) // size]
             found = self.pool.find(hashes, request.tokens)
@@ -284,7 +299,7 @@ class Scheduler:
                 if not self.config.chunked_prefill:
                     return
                 count = budget
-            self.waiting.pop(0)
+            self.waiting.remove(request)
             request.blocks = self.pool.take(found, hashes, request.tokens)
             request.computed = len(found) * size
             request.registered = len(found)
@@ -376,22 +391,22 @@ class Scheduler:
             self._ended.append(request.id)
 
     def _remove(self, request: Request) -> None:
-        if request.status is Status.WAITING:
-            self.waiting.remove(request)
-        else:
-            self.running.remove(request)
+        (self.running if request.blocks else self.waiting).remove(request)
         # Without prefix caching the chain is salted with the request's id: nobody can hit these blocks again.
         self._vacate(request, forget=not self.config.prefix_caching)
         request.status = Status.FINISHED
         del self.requests[request.id]
 
     def _hashes(self, request: Request) -> list[bytes]:
+        return self._chain(request.id, request.tokens, request.hashes)
+
+    def _chain(self, request_id: str, tokens: Sequence[int], hashes: list[bytes]) -> list[bytes]:
+        """`hashes`, extended to all full blocks of tokens."""
         size = self.pool.block_size
-        hashes = request.hashes
-        for i in range(len(hashes), len(request.tokens) // size):
-            salt = "" if self.config.prefix_caching else request.id
+        for i in range(len(hashes), len(tokens) // size):
+            salt = "" if self.config.prefix_caching else request_id
             parent = hashes[-1] if hashes else root_hash(salt)
-            hashes.append(block_hash(parent, request.tokens[i * size : (i + 1) * size]))
+            hashes.append(block_hash(parent, tokens[i * size : (i + 1) * size]))
         return hashes
 
     def _register(self, request: Request) -> None:
@@ -417,7 +432,8 @@ class Scheduler:
         if now < self._next_expiry:
             return []
         self._next_expiry = now + min(0.25, self.config.max_queue_time_s / 4)
-        late = [r for r in self.waiting if not r.started and now - r.arrival > self.config.max_queue_time_s]
+        queued = [r for r in self.waiting if r.status is Status.WAITING]
+        late = [r for r in queued if not r.started and now - r.arrival > self.config.max_queue_time_s]
         for request in late:
             self._remove(request)
         return [Event(request, len(request.output), error=QUEUE_TIMEOUT) for request in late]

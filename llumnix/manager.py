@@ -71,6 +71,10 @@ class ClusterView:
         }
         return {"v": PROTOCOL_VERSION, "version": self.version, "engines": engines}
 
+    def reports(self, now: float) -> list[LoadReport]:
+        """Of the engines that have been heard of lately: the others may be gone."""
+        return [member.report for member in self.members.values() if now - member.heard <= SUSPECT_S]
+
     def snapshot(self, now: float) -> dict[str, Any]:
         """For people and metrics: every engine with its state and freeness."""
         replicas = []

@@ -130,6 +130,14 @@ class LlumnixSettings:
                 raise ConfigError(f"llumnix_config has no setting {key!r}, the nearest is {near[0]}")
         return cls(**values)
 
+    @classmethod
+    def of_message(cls, message: Mapping[str, Any]) -> LlumnixSettings:
+        """Settings another process checked; keys of newer versions are ignored."""
+        return cls(**{key: value for key, value in message.items() if key in options()})
+
+    def to_message(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
     def out_steps(self, capacity: int) -> float:
         """Freeness in decode steps below which an engine of `capacity` tokens gives requests away."""
         return self.migrate_out_share * capacity

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from ray.exceptions import ActorDiedError, RayError
 from engine.config import EngineConfig
 from llumnix.load import READY, STARTING, LoadReport
 from llumnix.policies.dispatch import Booked, choose_engine
+from serving import clock
 from serving.messages import UNKNOWN, Output, error_output, is_terminal
 from serving.tracker import Abort, Dispatch, Effect, Emit, Replay, Send, Tracker, TrackerConfig
 
@@ -100,7 +100,7 @@ class EngineClient:
         """
         queue: asyncio.Queue[Output] = asyncio.Queue()
         self._queues[request_id] = queue
-        deadline = time.monotonic() + self.config.request_timeout_s
+        deadline = clock.now() + self.config.request_timeout_s
         try:
             self._carry_out(self.tracker.start(request_id, prompt, params, priority, deadline))
             while True:
@@ -118,7 +118,7 @@ class EngineClient:
         """Ask every engine to end its requests within deadline_s: the application is going away. Whatever happens to
         an engine meanwhile, every request of this ingress has its end a moment later; other ingresses learn from their
         outputs that no other engine will come."""
-        self._carry_out(self.tracker.close(time.monotonic() + deadline_s + CLOSE_MARGIN_S))
+        self._carry_out(self.tracker.close(clock.now() + deadline_s + CLOSE_MARGIN_S))
         calls = [asyncio.ensure_future(link.actor.drain.remote(deadline_s, True)) for link in self.links.values()]
         if calls:
             await asyncio.wait(calls, timeout=deadline_s + 2 * CLOSE_MARGIN_S)
@@ -135,7 +135,7 @@ class EngineClient:
             except Exception:
                 logger.exception("an effect failed: %s", type(effect).__name__)
                 if isinstance(effect, Dispatch):  # the request tries again, for a bounded time
-                    todo += self.tracker.unassigned(effect.id, time.monotonic())
+                    todo += self.tracker.unassigned(effect.id, clock.now())
 
     def _perform(self, effect: Effect) -> list[Effect]:
         """Carry out one effect; returns those that follow from it."""
@@ -156,14 +156,18 @@ class EngineClient:
         return []
 
     def _dispatch(self, effect: Dispatch) -> list[Effect]:
-        now = time.monotonic()
+        now = clock.now()
         request = self.tracker.requests.get(effect.id)
         if request is None:
             return []
         reports = {name: link.report for name, link in self.links.items()}
         booked = {name: self._booked(link, now) for name, link in self.links.items()}
         tokens = len(request.prompt) + len(request.output)
-        engine = choose_engine(reports, booked, tokens, effect.exclude, self.config.step_timeout_s)
+        home = reports.get(effect.prefer or "")
+        if home is not None and home.state == READY and home.engine not in effect.exclude and not home.waiting:
+            engine: str | None = home.engine
+        else:
+            engine = choose_engine(reports, booked, tokens, effect.exclude, self.config.step_timeout_s)
         if engine is None:
             return self.tracker.unassigned(effect.id, now)
         link = self.links[engine]
@@ -180,7 +184,7 @@ class EngineClient:
             await link.actor.add.remote(message)
         except Exception as error:
             logger.debug("request %s did not reach engine %s: %s", message["id"], engine, type(error).__name__)
-            self._carry_out(self.tracker.send_failed(engine, message["id"], time.monotonic()))
+            self._carry_out(self.tracker.send_failed(engine, message["id"], clock.now()))
 
     async def _replay(self, engine: str, request_id: str, start: int) -> None:
         try:
@@ -190,7 +194,7 @@ class EngineClient:
         request = self.tracker.requests.get(request_id)
         if not outputs and request is not None and request.engine == engine:
             outputs = [error_output(request_id, request.epoch, UNKNOWN)]
-        self._carry_out(self.tracker.outputs(engine, outputs, time.monotonic()))
+        self._carry_out(self.tracker.outputs(engine, outputs, clock.now()))
 
     # -- engines ------------------------------------------------------------------------------------------------
 
@@ -216,7 +220,7 @@ class EngineClient:
     def _merge(self, engines: dict[str, dict[str, Any]]) -> None:
         """Take over a view. An engine whose stream is open stays even if the manager does not list it: the stream is
         the better proof of life, and a manager that has just restarted knows nobody yet."""
-        now = time.monotonic()
+        now = clock.now()
         self.starting = {}
         for name, entry in engines.items():
             report = LoadReport.from_message(entry["report"])
@@ -245,7 +249,7 @@ class EngineClient:
                 async for reference in stream:
                     item = await reference
                     failures = 0
-                    self._carry_out(self.tracker.outputs(link.id, item["outputs"], time.monotonic()))
+                    self._carry_out(self.tracker.outputs(link.id, item["outputs"], clock.now()))
             except ActorDiedError:
                 self._lose(link, forever=True)
                 return
@@ -261,7 +265,7 @@ class EngineClient:
         if self.links.get(link.id) is not link:
             return
         del self.links[link.id]
-        now = time.monotonic()
+        now = clock.now()
         self.avoid[link.id] = float("inf") if forever else now + CUT_RETRY_S
         owned = len(self.tracker.cursors(link.id))
         logger.warning("engine %s is lost with %d requests of this ingress; they resume elsewhere", link.id, owned)
@@ -273,13 +277,13 @@ class EngineClient:
         """Keep the leases, and give up engines that have not answered for two leases."""
         period = min(RENEW_S, self.config.lease_s / 4)
         while True:
-            started = time.monotonic()
+            started = clock.now()
             try:
                 self._renew_all(started)
             except Exception:
                 logger.exception("the leases were not renewed")
             await asyncio.sleep(period)
-            late = time.monotonic() - started - period
+            late = clock.now() - started - period
             if late > min(1.0, self.config.lease_s):  # this process was stopped: the silence was ours
                 logger.warning("this ingress was stopped for %.1f s", late)
                 for link in self.links.values():
@@ -306,7 +310,9 @@ class EngineClient:
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                self._carry_out(self.tracker.tick(time.monotonic()))
+                for engine in self.tracker.owners() - self.links.keys():  # a request moved to an engine that is lost
+                    self._carry_out(self.tracker.engine_lost(engine, clock.now()))
+                self._carry_out(self.tracker.tick(clock.now()))
             except Exception:
                 logger.exception("a tick failed")
 

@@ -24,18 +24,21 @@ logger = logging.getLogger("ferry.engine")
 
 
 class EngineThread(threading.Thread):
-    """Builds an engine and runs it. `on_events` and `on_failure` are called on this thread."""
+    """Builds an engine and runs it. `on_events`, `on_failure` and `on_look` (whenever there are new stats) are called
+    on this thread."""
 
     def __init__(
         self,
         build: Callable[[], Engine],
         on_events: Callable[[list[Event]], None],
         on_failure: Callable[[BaseException], None],
+        on_look: Callable[[Engine], None] = lambda engine: None,
     ):
         super().__init__(name="engine", daemon=True)
         self._build = build
         self.on_events = on_events
         self.on_failure = on_failure
+        self.on_look = on_look
         self.ready: Future[Engine] = Future()  # the engine, or the exception of its start-up
         self.failure: BaseException | None = None
         self.stats: EngineStats | None = None  # a snapshot at most STATS_AGE_S old while stepping
@@ -115,6 +118,7 @@ class EngineThread(threading.Thread):
             now = time.monotonic()
             if now - self._stats_at > STATS_AGE_S or not engine.has_work:
                 self.stats, self._stats_at = engine.stats(), now
+                self.on_look(engine)
 
     def _run_inbox(self, engine: Engine, stuck: bool) -> bool:
         """Run what is queued, waiting for something if there is no work; False to stop."""

@@ -4,7 +4,8 @@ An *output* is what one step made of one request:
 
     {"id": str, "epoch": [resume, move], "index": int,     # index of the token; of the next one if there is none
      "token": int, "logprobs": [logprob, rank, [[id, logprob], ...]],
-     "finish": "stop" | "length", "error": kind, "message": str, "cached": int}
+     "finish": "stop" | "length", "error": kind, "message": str, "cached": int,
+     "moved": engine}                                      # the request is there now, under this epoch
 
 and a stream item is {"v": 1, "engine": id, "outputs": [output, ...]}, with "renew": true in a stream's last item.
 """
@@ -29,7 +30,8 @@ DRAINING = "draining"  # the engine takes no new requests
 DRAINED = "drained"  # the engine is going away and its time is up
 UNKNOWN = "unknown"  # the engine has never heard of the request, or forgot it
 FAILED = "engine_failed"
-RETRY_ELSEWHERE = frozenset({LEASE, DRAINED, UNKNOWN, FAILED})
+MOVE_FAILED = "move_failed"  # the request was given up for a move that its destination refused in the end
+RETRY_ELSEWHERE = frozenset({LEASE, DRAINED, UNKNOWN, FAILED, MOVE_FAILED})
 
 # Said by the ingress, and CLOSING by engines too.
 CLOSING = "closing"  # the whole application is going away: there is no other engine
@@ -63,6 +65,11 @@ def output_of(event: Event) -> Output:
 def error_output(request_id: str, epoch: list[int] | tuple[int, int], kind: str, message: str = "") -> Output:
     """The terminal message of a request that ends at an engine without a token."""
     return {"id": request_id, "epoch": list(epoch), "index": -1, "error": kind, "message": message}
+
+
+def moved_output(request_id: str, epoch: tuple[int, int], index: int, destination: str) -> Output:
+    """The last message of a request at an engine it has left: where it is, and under which epoch."""
+    return {"id": request_id, "epoch": list(epoch), "index": index, "moved": destination}
 
 
 def is_terminal(output: Output) -> bool:

@@ -65,7 +65,7 @@ class Outboxes:
                 continue
             client.pending.append(output)
             client.history[request_id].append(output)
-            if is_terminal(output):
+            if is_terminal(output) or "moved" in output:
                 del client.open[request_id]
                 client.ended[request_id] = now
 
@@ -96,6 +96,11 @@ class Outboxes:
                 client.ended[request_id] = now
                 client.pending += client.history[request_id]
         return [request_id for request_id in cursors if request_id not in client.history]
+
+    def unacknowledged(self, name: str, request_id: str) -> list[Output]:
+        """The tokens of a request that its ingress has not said it has."""
+        client = self.clients.get(name)
+        return list(client.history.get(request_id, ())) if client is not None else []
 
     def replay(self, name: str, cursors: dict[str, int], now: float) -> list[Output]:
         """Outputs from the given indices on, for a new stream or a gap."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
+
+from serving import clock
 
 logger = logging.getLogger("ferry.reporting")
 
@@ -24,9 +25,15 @@ CALL_TIMEOUT_S = 2.0
 class Reporter:
     """`make(sequence)` returns (report, metric families); the actor handle goes along while the manager lacks it."""
 
-    def __init__(self, manager: Any, make: Callable[[int], tuple[dict[str, Any], list[Any]]]):
+    def __init__(
+        self,
+        manager: Any,
+        make: Callable[[int], tuple[dict[str, Any], list[Any]]],
+        on_answer: Callable[[dict[str, Any]], None] = lambda answer: None,
+    ):
         self.manager = manager
         self.make = make
+        self.on_answer = on_answer
         self.actor: Any = None
         self.sequence = 0
         self._changed = asyncio.Event()
@@ -49,12 +56,13 @@ class Reporter:
                 continue
             if not known:
                 report["actor"] = self.actor
-            now = time.monotonic()
+            now = clock.now()
             age = now - metrics_at
             if not known or age >= REFRESH_S or (age >= METRICS_S and families != sent):
                 report["metrics"], metrics_at, sent = families, now, families
             try:
                 answer = await asyncio.wait_for(self.manager.report.remote(report), CALL_TIMEOUT_S)
+                self.on_answer(answer)
                 known = bool(answer.get("known"))
                 if not known:  # it has restarted: introduce this engine at once, an idle one too
                     self._changed.set()

@@ -8,6 +8,8 @@ A pure state machine: every call takes the time and returns effects; the ingress
   indices are repeats, a higher one is a gap, which is asked for again, a bounded number of times.
 - Errors count only from the owner: what another engine says of a request that it gave up or refused is old.
 - Every request ends in exactly one terminal effect: a finish reason or a typed error.
+- An engine that has let go of a request says where it is now. Nobody goes on where it was: if it is not there either,
+  it is started again, first of all where it was, whose cache has its KV.
 - A lost engine first means looking: for a moment another engine may announce the request (it moved). Then the request
   is started again from its prompt and the tokens so far, a bounded number of times.
 - A request that nobody takes asks again, ever more seldom, and ends when no_engine_s have passed without a token.
@@ -27,6 +29,7 @@ from serving.messages import (
     DRAINING,
     ENGINE_LOST,
     FAILED,
+    MOVE_FAILED,
     NO_ENGINE,
     QUEUE_FULL,
     RETRY_ELSEWHERE,
@@ -43,6 +46,7 @@ class Dispatch:
 
     id: str
     exclude: frozenset[str]
+    prefer: str | None = None  # it has most of the request's KV in its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,9 @@ class Tracked:
     ahead: int = 0  # the owner has shown outputs up to this index; beyond the cursor: a gap
     replay_at: float = 0.0
     replays: int = 0  # in vain
+    home: str | None = None  # the engine it moved away from: its cache has the KV if the move failed
+    token_at: float = 0.0  # when the last token came
+    silent_since: float | None = None  # it has moved; the last token before that
 
 
 class Tracker:
@@ -127,6 +134,7 @@ class Tracker:
         self.config = config or TrackerConfig()
         self.requests: dict[str, Tracked] = {}
         self.resumed = 0  # for metrics
+        self.downtimes: list[tuple[str, Epoch, float]] = []  # of moves: last token before to first token after, s
         self.closes_at: float | None = None  # the application is going away: when the last request ends
 
     def start(
@@ -179,8 +187,8 @@ class Tracker:
             request = self.requests.get(output["id"])
             epoch = (output["epoch"][0], output["epoch"][1])
             if request is None:
-                if not is_terminal(output):
-                    effects.append(Abort(engine, output["id"], epoch))
+                if not is_terminal(output):  # what has moved is unwanted where it is now
+                    effects.append(Abort(output.get("moved", engine), output["id"], epoch))
                 continue
             effects += self._output(request, engine, epoch, output, now)
         return effects
@@ -207,6 +215,10 @@ class Tracker:
         if request is None or request.engine is None:
             return []
         return [Abort(request.engine, request_id, request.epoch)]
+
+    def owners(self) -> set[str]:
+        """The engines that have requests of this ingress."""
+        return {request.engine for request in self.requests.values() if request.engine is not None}
 
     def tick(self, now: float) -> list[Effect]:
         """To be called several times a second: deadlines, resumes that are due, and engines to wait for."""
@@ -246,12 +258,19 @@ class Tracker:
             settled = now - request.owned_at >= self.config.settle_s
             return self._refused(request, engine, output, now) if engine == request.engine and settled else []
         if epoch < request.epoch or (epoch == request.epoch and engine != request.engine):
-            return self._from_another(request, engine, epoch, output)
+            return self._from_another(request, engine, epoch, output, now)
         effects: list[Effect] = []
-        if epoch > request.epoch:  # it has moved, and its new owner speaks for the first time
+        owner = output.get("moved", engine)
+        if epoch > request.epoch:  # it has moved: its old owner says so, or the new one speaks for the first time
             if request.engine is not None and engine != request.engine:
                 effects.append(Abort(request.engine, request.id, request.epoch))
-            self._own(request, engine, epoch, now)
+            if request.output and request.silent_since is None:
+                request.silent_since = request.token_at
+            request.home = request.engine
+            self._own(request, owner, epoch, now)
+        if owner != engine:
+            request.ahead = output["index"]
+            return effects
         return effects + self._from_owner(request, engine, output, now)
 
     def _own(self, request: Tracked, engine: str, epoch: Epoch, now: float) -> None:
@@ -260,15 +279,17 @@ class Tracker:
         request.ahead = request.replays = 0
         request.replay_at = 0.0
 
-    def _from_another(self, request: Tracked, engine: str, epoch: Epoch, output: Output) -> list[Effect]:
+    def _from_another(self, request: Tracked, engine: str, epoch: Epoch, output: Output, now: float) -> list[Effect]:
         """An engine that was lost, or whose request has moved on: its tokens count, but it must not go on computing.
 
         While the request looks for its owner, the lost engine may bring tokens; it is stopped once there is another.
         """
+        if "moved" in output:
+            return []
         looking = request.engine is None and epoch == request.epoch
         effects: list[Effect] = [] if looking or is_terminal(output) else [Abort(engine, request.id, epoch)]
         if output["index"] == len(request.output):
-            effects += self._accept(request, output)
+            effects += self._accept(request, output, now)
             if request.id not in self.requests and request.engine is not None:
                 effects.append(Abort(request.engine, request.id, request.epoch))
         return effects
@@ -280,7 +301,7 @@ class Tracker:
         request.ahead = max(request.ahead, index + 1)
         if index > len(request.output):
             return self._fill_gap(request, engine, now)
-        return self._accept(request, output) if index == len(request.output) else []
+        return self._accept(request, output, now) if index == len(request.output) else []
 
     def _fill_gap(self, request: Tracked, engine: str, now: float) -> list[Effect]:
         if now < request.replay_at:
@@ -292,10 +313,14 @@ class Tracker:
         request.replay_at = now + self.config.replay_s
         return [Replay(engine, request.id, len(request.output))]
 
-    def _accept(self, request: Tracked, output: Output) -> list[Effect]:
+    def _accept(self, request: Tracked, output: Output, now: float) -> list[Effect]:
         if "token" not in output:
             return []
+        if request.silent_since is not None:
+            self.downtimes.append((request.id, request.epoch, now - request.silent_since))
+            request.silent_since = None
         request.output.append(output["token"])
+        request.token_at = now
         request.replay_at, request.replays = 0.0, 0
         request.waiting_since, request.retry_s = None, 0.0
         if is_terminal(output):
@@ -312,6 +337,9 @@ class Tracker:
         if error in RETRY_ELSEWHERE:
             if error in (DRAINED, FAILED):
                 request.refused_by.add(engine)
+            if error == MOVE_FAILED and self.closes_at is None:  # no engine died: this is no resume to be counted
+                request.home = engine
+                return self._submit_anew(request)
             return self._resume(request)
         return self._end(request, error, output.get("message", ""))
 
@@ -335,7 +363,8 @@ class Tracker:
     def _dispatch(self, request: Tracked) -> list[Effect]:
         if self.closes_at is not None:
             return self._end_closing(request)
-        return [Dispatch(request.id, frozenset(request.refused_by))]
+        home, request.home = request.home, None
+        return [Dispatch(request.id, frozenset(request.refused_by), home)]
 
     def _end_closing(self, request: Tracked) -> list[Effect]:
         return self._end(request, CLOSING, "the service is shutting down")

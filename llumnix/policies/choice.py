@@ -13,6 +13,7 @@ ROOM = "room"  # the head of the queue does not fit
 PRIORITY = "priority"  # the high class wants headroom
 DRAIN = "drain"  # the engine goes away
 HANDOVER = "handover"  # prefilled here, decoded elsewhere
+OPERATOR = "operator"  # somebody asked for it
 
 
 def choose(

@@ -125,6 +125,9 @@ POLICIES: dict[str, Callable[[Fleet, Ask, LlumnixSettings, np.ndarray, int], np.
     "sticky_prefix": _sticky,
 }
 
+CACHE_AWARE = frozenset({"lmetric", "sticky_prefix"})
+"""Policies that look at the prefix summaries of the reports."""
+
 
 @dataclass(frozen=True)
 class Booked:

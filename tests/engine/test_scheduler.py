@@ -604,15 +604,31 @@ def test_a_held_request_is_not_scheduled_until_unhold() -> None:
     assert len(run(engine)) == 3
 
 
-def test_only_running_requests_are_held() -> None:
-    engine = make_engine()
+def test_a_held_queued_request_is_not_admitted_until_unhold() -> None:
+    engine = make_engine(max_queue_time_s=5.0)
     with pytest.raises(Refused):
         engine.hold("nobody")
     add(engine, "a", 5)
+    add(engine, "b", 5)
+    engine.hold("a")
     with pytest.raises(Refused):
         engine.hold("a")
+    engine.step()
+    a, b = (engine.scheduler.requests[name] for name in "ab")
+    assert a.status is Status.HELD and b.status is Status.RUNNING, "those behind it go on"
+    engine.clock.now += 10.0  # type: ignore[attr-defined]
+    engine.step()
+    assert "a" in engine.scheduler.requests, "what is on its way somewhere else is not ended here"
     engine.unhold("a")
-    assert engine.scheduler.requests["a"].status is Status.WAITING
+    assert a.status is Status.WAITING
+    engine.scheduler.check()
+    engine.abort("a")
+    engine.abort("b")
+    add(engine, "c", 5)
+    engine.hold("c")
+    assert not engine.has_work
+    engine.give_up("c")
+    engine.scheduler.check()
 
 
 def test_held_requests_are_not_preempted() -> None:
@@ -759,14 +775,65 @@ def test_blocks_reserved_beyond_need_are_given_back() -> None:
     assert destination.scheduler.pool.available == 14
 
 
-def test_adopting_without_kv_queues_and_drops_the_promise() -> None:
+def test_adopting_into_reserved_room_without_kv_computes_it_there() -> None:
     source, destination = make_engine(), make_engine()
     add(source, "a", 9, 4)
     record = source.scheduler.requests["a"].record()
-    destination.reserve("a", 2)
+    destination.reserve("a", 3)
     request = destination.adopt(record, (0, 1), 0, "a")
-    assert request.status is Status.WAITING and not destination.scheduler.reservations
+    assert request.status is Status.RUNNING and not destination.scheduler.reservations
     assert tokens_of(run(destination), "a") == continuation(prompt_of(9, 97), GREEDY)[0]
+
+
+def test_blocks_that_are_here_already_are_part_of_a_promise() -> None:
+    """Nobody sends them again, and they hold the KV the request had."""
+    source, destination = make_engine(), make_engine()
+    for engine in (source, destination):
+        add(engine, "old", 9, 2, salt=97)
+        run(engine)
+    add(source, "a", 9, 6, salt=97)
+    source.step()
+    request = source.scheduler.requests["a"]
+    blocks = destination.reserve("a", 4, "a", request.tokens)
+    present = destination.scheduler.reservations.present("a")
+    assert (len(blocks), present) == (4, 2)
+    record = source.hold("a")
+    destination.write_reserved("a", present, source.export("a", present, len(request.blocks) - present))
+    destination.adopt(record, (0, 1), request.computed, "a")
+    source.give_up("a")
+    assert tokens_of(run(destination), "a")[-5:] == continuation(prompt_of(9, 97), SamplingParams(max_tokens=6))[0][-5:]
+    destination.scheduler.check()
+
+
+def test_blocks_found_here_are_no_room_for_others() -> None:
+    engine = make_engine(num_blocks=4)
+    add(engine, "old", 9, 2, salt=97)
+    run(engine)
+    with pytest.raises(Refused):
+        engine.reserve("x", 5, "x", prompt_of(9, 97))
+    assert len(engine.reserve("x", 4, "x", prompt_of(9, 97))) == 4
+    engine.scheduler.check()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+def test_a_promise_taken_back_while_it_is_written_keeps_its_blocks_until_then(how: str) -> None:
+    engine = make_engine(num_blocks=4)
+    engine.reserve("x", 3)
+    reservations = engine.scheduler.reservations
+    reservations.fill("x", 0, 2)
+    if how == "cancelled":
+        engine.cancel_reservation("x")
+    else:
+        engine.clock.now += 60.0  # type: ignore[attr-defined]
+        engine.step()
+        assert reservations.expired == 1
+    assert engine.scheduler.pool.available == 1
+    for refused in (lambda: engine.reserve("x", 4), lambda: reservations.fill("x", 0, 1)):
+        with pytest.raises(Refused):
+            refused()
+    reservations.filled("x", 0, 2, engine.clock())
+    assert engine.scheduler.pool.available == 4
+    engine.scheduler.check()
 
 
 @pytest.mark.parametrize("tokens, computed", [(48, 0), (60, 8), (9, 9), (9, 10), (9, -1)])

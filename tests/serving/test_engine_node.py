@@ -1,4 +1,4 @@
-"""The engine's actor without Ray: what every request hears, whatever happens to it."""
+"""An engine's node without Ray: what every request hears, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import pytest
 
 from engine.sampling.params import SamplingParams
 from llumnix.load import READY
-from serving.engine_actor import EngineActor
+from serving.engine_node import EngineNode
 from serving.messages import CLOSING, DRAINED, DRAINING, FAILED, INVALID, is_terminal
 from tests.fakes import make_engine
 
-PLAIN = EngineActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
 SOON = 5.0
 
 
 @pytest.fixture
 async def actor() -> AsyncIterator[Any]:
     """Ready, with an engine that computes nothing."""
-    made = PLAIN({"model": "m", "lease_s": 0.2}, "a")
+    made = EngineNode({"model": "m", "lease_s": 0.2}, "a")
     made._build = make_engine
     made.thread._build = make_engine
     made.loop = asyncio.get_running_loop()

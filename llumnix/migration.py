@@ -1,0 +1,214 @@
+"""One request on its way from one engine to another: the source's side as a pure state machine.
+
+    source                                     destination
+    Reserve(blocks, tokens so far) ----------> promises room; says how many leading blocks it has already
+    Send(first, count) ----------------------> writes them            (the source goes on decoding)
+    ... until what is left is small, or max_stages were sent
+    Hold: the request stops at a step boundary
+    Commit(record, last blocks, epoch) ------> owns it, joins the batch; idempotent
+    End: the blocks here stay as prefix cache
+
+The machine has one effect under way at a time: whoever runs it carries the effect out and hands the answer to the
+method named after it, which returns the next effect; the last one is End. Before Commit has been sent every failure
+leaves the request at the source. Afterwards the source never takes it back: if the destination refuses, the ingress
+starts the request again; if nobody answers, the ingress is told where it may be and finds out.
+
+Live migration by stages is from Llumnix (Sun et al., OSDI'24, section 4.2); pairs of epochs and no take-back are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+Epoch = tuple[int, int]
+
+
+class Mechanism(Enum):
+    LIVE = "live"  # blocks are copied while the request goes on
+    STOP_AND_COPY = "stop_and_copy"  # the request is held first
+    RECOMPUTE = "recompute"  # no blocks are copied: the destination computes what it has not cached
+    REQUEUE = "requeue"  # no blocks and no room asked for: it queues at the destination
+
+
+class Outcome(Enum):
+    MOVED = "moved"
+    ABORTED = "aborted"  # the request is at the source as if nothing had been
+    REFUSED = "refused"  # by the destination at Commit: the ingress starts it again
+    UNCONFIRMED = "unconfirmed"  # Commit was sent and never answered: the ingress finds out
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A request at the source, between two steps."""
+
+    running: bool  # False: queued
+    length: int  # known tokens
+    computed: int  # positions whose KV is in its blocks
+    epoch: Epoch
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much at a time, and when to stop copying ahead."""
+
+    block_size: int
+    chunk_blocks: int = 32  # in one transfer; at least last_stage_blocks + 1
+    last_stage_blocks: int = 1  # full blocks that may be left for Commit, beside the unfinished one
+    max_stages: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Blocks [first, first + count) of the request's table; the promise is to be num_blocks long by then."""
+
+    first: int
+    count: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Stop the request. Its blocks from `first` on will be wanted next, unless copy is False."""
+
+    first: int
+    copy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The held record, blocks [first, first + count) of it, and the epoch under which the destination owns it."""
+
+    epoch: Epoch
+    computed: int
+    first: int
+    count: int
+    reserved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    outcome: Outcome
+    reason: str = ""
+    release: bool = False  # the destination's promise is to be taken back
+
+
+Effect = Reserve | Send | Hold | Commit | End
+
+
+class Outgoing:
+    """The source's side of one move."""
+
+    def __init__(self, limits: Limits, mechanism: Mechanism = Mechanism.LIVE):
+        self.limits = limits
+        self.mechanism = mechanism
+        self.stages = 0
+        self.blocks_sent = self.blocks_skipped = 0
+        self._sent = 0  # leading blocks the destination has
+        self._stage_end = 0  # blocks that were full when the stage began
+        self._start: Progress | None = None
+        self._held: int | None = None  # positions computed when the request was held
+        self._reserved = False
+        self._committed = False
+
+    def start(self, progress: Progress | None) -> Effect:
+        if progress is None:
+            return End(Outcome.ABORTED, "gone")
+        self._start = progress
+        if not progress.running or self.mechanism is Mechanism.REQUEUE:
+            self.mechanism = Mechanism.REQUEUE
+            return Hold(0, copy=False)
+        return Reserve(self._blocks(progress.length))
+
+    def reserved(self, present: int, progress: Progress | None) -> Effect:
+        """The destination has promised the room and has the first `present` blocks."""
+        self._reserved = True
+        self._sent = self.blocks_skipped = present
+        if self.mechanism is Mechanism.LIVE:
+            return self._copy(progress)
+        return self._check(progress) or Hold(present, copy=self.mechanism is Mechanism.STOP_AND_COPY)
+
+    def sent(self, count: int, progress: Progress | None) -> Effect:
+        """The destination has written the next `count` blocks."""
+        self._sent += count
+        self.blocks_sent += count
+        return self._copy(progress)
+
+    def held(self, progress: Progress) -> Effect:
+        """The request stands still."""
+        self._held = progress.computed
+        return self._copy(progress)
+
+    def owned(self) -> Effect:
+        """The destination has the request."""
+        return End(Outcome.MOVED)
+
+    def refused(self, reason: str) -> Effect:
+        """The destination said no; it will not own the request under this move's epoch."""
+        if self._committed:
+            return End(Outcome.REFUSED, reason)
+        return End(Outcome.ABORTED, reason, release=self._reserved)
+
+    def silent(self, reason: str) -> Effect:
+        """An effect on the destination was not answered in time, or its process is gone."""
+        if self._committed:
+            return End(Outcome.UNCONFIRMED, reason)
+        return End(Outcome.ABORTED, reason, release=True)
+
+    def gone(self, reason: str = "gone") -> Effect:
+        """The request is not here any more: finished, cancelled, or the move was called off."""
+        assert not self._committed
+        return End(Outcome.ABORTED, reason, release=self._reserved)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _check(self, progress: Progress | None) -> Effect | None:
+        """The end of the move if the request is not what it was when the move began."""
+        assert self._start is not None
+        if progress is None:
+            return self.gone()
+        if progress.epoch != self._start.epoch:
+            return self.gone("superseded")
+        if progress.preemptions != self._start.preemptions:
+            return self.gone("preempted")
+        return None
+
+    def _copy(self, progress: Progress | None) -> Effect:
+        """The next blocks to send, or what follows when enough has been sent."""
+        over = self._check(progress)
+        if over is not None or progress is None:
+            return over or self.gone()
+        if self._held is not None:
+            return self._commit(progress, self._held)
+        full = progress.computed // self.limits.block_size
+        if self._sent >= self._stage_end:  # a stage is over: the next one sends what has become full meanwhile
+            if full - self._sent <= self.limits.last_stage_blocks or self.stages >= self.limits.max_stages:
+                return Hold(self._sent, copy=True)
+            self.stages += 1
+            self._stage_end = full
+        count = min(self._stage_end - self._sent, self.limits.chunk_blocks)
+        return Send(self._sent, count, self._blocks(progress.length))
+
+    def _commit(self, progress: Progress, computed: int) -> Effect:
+        """The rest goes with Commit if it is one transfer; what is more goes before."""
+        if self.mechanism is Mechanism.RECOMPUTE:
+            computed = min(computed, self._sent * self.limits.block_size)
+        elif self.mechanism is Mechanism.REQUEUE:
+            computed = 0
+        left = max(0, self._blocks(computed) - self._sent)
+        if left > self.limits.chunk_blocks:
+            return Send(self._sent, self.limits.chunk_blocks, self._blocks(progress.length))
+        self.blocks_sent += left
+        self._committed = True
+        resume, move = progress.epoch
+        return Commit((resume, move + 1), computed, self._sent, left, self._reserved)
+
+    def _blocks(self, length: int) -> int:
+        """Blocks that hold a sequence of this length."""
+        return -(-length // self.limits.block_size)

@@ -1,0 +1,94 @@
+"""The manager's loop as a state machine: rounds of pairing in, commands out; results in, history and counts out.
+
+It never tracks requests: a command names two engines and a largest size, and the source picks from what it runs then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from llumnix.load import LoadReport
+from llumnix.policies.choice import DRAIN, HANDOVER
+from llumnix.policies.pairing import pair
+from llumnix.settings import DEFAULTS, LlumnixSettings
+
+KEPT_MOVES = 200
+BATCH = 16  # requests of one command where an engine gives away all it has
+COMMAND_TIMEOUT_S = 60.0  # a source that has not answered by then is free to be asked again
+
+
+@dataclass(frozen=True)
+class Command:
+    """To the source: give up to `count` requests of at most `max_blocks` to the destination."""
+
+    number: int
+    source: str
+    destination: str
+    cause: str
+    count: int
+    max_blocks: int
+    issued: float
+
+
+@dataclass
+class Rescheduler:
+    settings: LlumnixSettings = DEFAULTS
+    open: dict[int, Command] = field(default_factory=dict)
+    moves: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_MOVES))
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # (cause, outcome)
+    totals: Counter[str] = field(default_factory=Counter)  # blocks_sent, blocks_skipped, bytes, stages
+    rounds: int = 0
+    _numbers: int = 0
+
+    def round(self, reports: Iterable[LoadReport], now: float) -> list[Command]:
+        """The commands of this round. `reports`: of engines that have been heard of lately."""
+        self.rounds += 1
+        for number in [n for n, command in self.open.items() if now - command.issued > COMMAND_TIMEOUT_S]:
+            del self.open[number]
+        busy: Counter[str] = Counter()
+        for command in self.open.values():
+            busy[command.source] += 1
+            busy[command.destination] += 1
+        commands = []
+        for made in pair(reports, self.settings, busy):
+            count = BATCH if made.cause in (DRAIN, HANDOVER) else 1
+            command = self.command(made.source, made.destination, made.cause, count, made.max_blocks, now)
+            commands.append(command)
+        return commands
+
+    def command(self, source: str, destination: str, cause: str, count: int, max_blocks: int, now: float) -> Command:
+        """A command of its own number; the engines are busy until `done`."""
+        self._numbers += 1
+        command = Command(self._numbers, source, destination, cause, count, max_blocks, now)
+        self.open[command.number] = command
+        return command
+
+    def done(self, command: Command, results: Iterable[dict[str, Any]], at: float) -> None:
+        """What a source did. `at`: seconds since the epoch, for people."""
+        self.open.pop(command.number, None)
+        for result in results:
+            self.counts[result["cause"], result["outcome"]] += 1
+            for name in ("blocks_sent", "blocks_skipped", "bytes", "stages"):
+                self.totals[name] += result[name]
+            self.moves.append({**result, "downtime_ms": None, "at": at})
+
+    def downtime(self, request_id: str, epoch: list[int], seconds: float) -> str | None:
+        """What an ingress saw of a move: its last token before to its first after. Returns the cause."""
+        for move in reversed(self.moves):
+            if move["request_id"] == request_id and move["epoch"] == epoch:
+                move["downtime_ms"] = 1e3 * seconds
+                return str(move["cause"])
+        return None
+
+    def receipt(self, engine: str) -> dict[str, Any]:
+        """What became of the requests of an engine that has drained."""
+        moves = [move for move in self.moves if move["source"] == engine and move["cause"] == DRAIN]
+        gaps = [move["downtime_ms"] for move in moves if move["downtime_ms"] is not None]
+        return {
+            "moved": sum(move["outcome"] == "moved" for move in moves),
+            "failed": sum(move["outcome"] != "moved" for move in moves),
+            "worst_gap_ms": max(gaps, default=0.0),
+        }

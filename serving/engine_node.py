@@ -1,0 +1,386 @@
+"""One engine as others reach it: the asyncio loop does RPC, the engine thread steps. Knows nothing of Ray.
+
+One stream per ingress carries the tokens of all that ingress's requests, one item a step. A stream that is read slowly
+blocks (bounded by Ray's generator backpressure) and what gathers meanwhile goes into one item. Streams end after
+RENEW_ITEMS items and are opened again by cursor, because every item leaves a few bytes behind in both processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.engine import Engine, EngineStats
+from engine.event import Event
+from engine.sampling.params import SamplingParams
+from engine.scheduler import QueueFull
+from llumnix.load import DRAINING, MIXED, READY, STARTING, SUMMARY_BYTES, LoadReport, Movable, summarise
+from llumnix.policies.choice import BALANCE, DRAIN, listed
+from llumnix.policies.dispatch import CACHE_AWARE
+from llumnix.settings import DEFAULTS, LlumnixSettings
+from serving import clock
+from serving.engine_metrics import EngineMetrics
+from serving.engine_thread import EngineThread
+from serving.logs import configure_logging
+from serving.messages import (
+    CLOSING,
+    DRAINED,
+    FAILED,
+    INVALID,
+    PROTOCOL_VERSION,
+    QUEUE_FULL,
+    UNKNOWN,
+    Output,
+    error_output,
+    output_of,
+)
+from serving.messages import DRAINING as ERROR_DRAINING
+from serving.move_destination import MoveDestination
+from serving.move_source import MoveSource, movable
+from serving.outbox import Outboxes
+from serving.reporting import Reporter
+
+logger = logging.getLogger("ferry.engine_actor")
+
+RENEW_ITEMS = 10_000
+
+
+class EngineNode:
+    """`engine_id` names the replica; `manager` is a Serve handle, or None without a cluster view."""
+
+    def __init__(self, config: dict[str, Any], engine_id: str, manager: Any = None):
+        self.config = EngineConfig(**config)
+        configure_logging(self.config.log_level)
+        self.id = engine_id
+        self.state = STARTING
+        self.phase = "starting the process"
+        self.incarnation = time.time()
+        self.outboxes = Outboxes(self.config.lease_s)
+        self.wakeups: dict[str, asyncio.Event] = {}  # of the newest stream of each ingress; older ones end
+        self.metrics = EngineMetrics(engine_id)
+        self.compat_key = ""
+        self.max_model_len = 0
+        self.failed = ""
+        self.closing = False
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.reporter = Reporter(manager, self._report, self._on_answer)
+        self.role = MIXED
+        self.settings = DEFAULTS
+        self.settings_version = -1  # of the manager's settings; -1: not heard yet
+        self.movable: tuple[Movable, ...] = ()
+        self.prefix = ""
+        self.thread = EngineThread(self._build, self._on_events, self._on_failure, self._on_look)
+        self.copy: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
+        self.giving = MoveSource(self)
+        self.taking = MoveDestination(self)
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> dict[str, Any]:
+        """Load the model; returns once the engine can step. Raises ValueError with a one-line message."""
+        self.loop = asyncio.get_running_loop()
+        self.spawn(self.reporter.run())
+        self.spawn(self._keep_leases())
+        self.thread.start()
+        try:
+            engine = await asyncio.wrap_future(self.thread.ready)
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            logger.debug("start-up failed", exc_info=error)
+            raise ValueError(f"the engine cannot start: {reason}") from None
+        self.engine = engine
+        self.compat_key, self.max_model_len = engine.compat_key, engine.scheduler.max_length
+        self.block_bytes = engine.executor.read_blocks([0]).shape[1]
+        self.state, self.phase = READY, ""
+        self.reporter.changed()
+        return {"pid": os.getpid(), "engine": self.id, "max_model_len": self.max_model_len}
+
+    def _build(self) -> Engine:
+        from engine.build import build_engine  # torch is imported here, on the engine's thread
+
+        return build_engine(self.config, self._on_phase, pin_cores=True)
+
+    def _on_phase(self, phase: str) -> None:
+        self.phase = phase
+        self.loop.call_soon_threadsafe(self.reporter.changed)
+
+    async def ping(self) -> dict[str, Any]:
+        """For health checks: raises when the engine failed or a step takes longer than step_timeout_s."""
+        if self.failed:
+            raise RuntimeError(f"the engine failed: {self.failed}")
+        stalled = self.thread.stalled_s()
+        if stalled > self.config.step_timeout_s:
+            raise RuntimeError(f"a step has taken {stalled:.0f} s, step_timeout_s is {self.config.step_timeout_s:g}")
+        return {"state": self.state, "phase": self.phase, "open": self._open()}
+
+    async def until_death(self) -> None:
+        """Never answers; whoever waits for it hears of this process's death at once."""
+        await asyncio.Event().wait()
+
+    async def drain(self, deadline_s: float, closing: bool = False) -> int:
+        """Take nothing new, let what runs finish for deadline_s, then end the rest: with a retryable error, unless
+        the whole application is `closing` and there is nowhere to try again.
+
+        Returns how many requests were ended. A later call with a shorter deadline shortens the wait.
+        """
+        self.state = DRAINING
+        self.closing = self.closing or closing
+        self.reporter.changed()
+        self.drain_until = min(getattr(self, "drain_until", float("inf")), clock.now() + deadline_s)
+        while self._open() and clock.now() < self.drain_until and not self.failed:
+            await asyncio.sleep(0.05)
+        left = [
+            (name, request_id, epoch)
+            for name, client in self.outboxes.clients.items()
+            for request_id, epoch in list(client.open.items())
+        ]
+        for name, request_id, epoch in left:
+            self.thread.post(partial(self._abort, request_id, epoch))
+            self._deliver({name: [self._going_away(request_id, epoch, DRAINED)]})
+        await asyncio.sleep(0.2 if left else 0.0)  # let the streams carry the last outputs
+        return len(left)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    async def add(self, message: dict[str, Any]) -> None:
+        """Submit a request (see serving.tracker.Send). Whatever comes of it comes through the stream."""
+        name, request_id, epoch = message["client"], message["id"], message["epoch"]
+        self.outboxes.opened(name, request_id, epoch, clock.now())
+        if self.state != READY:
+            self._deliver({name: [self._going_away(request_id, epoch, ERROR_DRAINING)]})
+            return
+        self.thread.post(partial(self._add, message))
+
+    async def abort(self, client: str, requests: list[tuple[str, list[int]]]) -> None:
+        """Drop requests, each with the epoch up to which it is unwanted; blocks are free before the next step."""
+        for request_id, epoch in requests:
+            known = self.outboxes.clients.get(client)
+            if known is None or known.open.get(request_id, epoch) <= epoch:
+                self.outboxes.closed(client, request_id)
+            self.thread.post(partial(self._abort, request_id, epoch))
+
+    async def renew(self, client: str, cursors: dict[str, int]) -> None:
+        """An ingress is alive and has tokens up to these cursors; what it waits for in vain is told in its stream."""
+        now = clock.now()
+        for request_id in self.outboxes.acknowledge(client, cursors, now):
+            lost = error_output(request_id, [2**31, 0], UNKNOWN)
+            self.outboxes.clients[client].pending.append(lost)
+            self.wake(client)
+
+    async def replay(self, client: str, cursors: dict[str, int]) -> list[Output]:
+        """Outputs of requests from the given indices on."""
+        return self.outboxes.replay(client, cursors, clock.now())
+
+    async def stream(self, client: str, cursors: dict[str, int]) -> AsyncIterator[dict[str, Any]]:
+        """The outputs of all of an ingress's requests, from the cursors on; ends with "renew" or when replaced."""
+        self.wake(client)
+        event = self.wakeups[client] = asyncio.Event()
+        first = self.outboxes.replay(client, cursors, clock.now())
+        yield self._item(first)
+        for count in range(RENEW_ITEMS):
+            while self._streaming(client, event) and not self.outboxes.clients[client].pending:
+                await event.wait()
+                event.clear()
+            if not self._streaming(client, event):
+                return
+            yield self._item(self.outboxes.take(client), renew=count == RENEW_ITEMS - 1)
+
+    def _streaming(self, client: str, event: asyncio.Event) -> bool:
+        """A stream goes on while its ingress is known and has not opened another one."""
+        return self.wakeups.get(client) is event and client in self.outboxes.clients
+
+    # -- moves: messages in serving.move_source, which is who calls these at another engine -----------------------
+
+    async def migrate(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        """Give requests to another engine, as the manager or an operator says; returns what became of each."""
+        return await self.giving.give(command)
+
+    async def reserve(self, message: dict[str, Any]) -> dict[str, Any]:
+        return await self.taking.reserve(message)
+
+    async def write(self, message: dict[str, Any]) -> dict[str, Any]:
+        return await self.taking.write(message)
+
+    async def commit(self, message: dict[str, Any]) -> dict[str, Any]:
+        return await self.taking.commit(message)
+
+    async def release(self, key: str) -> None:
+        await self.taking.release(key)
+
+    # -- numbers ------------------------------------------------------------------------------------------------
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Every request here, for /cluster and tests."""
+        requests = await self.thread.call(self._requests)
+        return {"id": self.id, "state": self.state, "pid": os.getpid(), "requests": requests}
+
+    # -- on the engine thread -----------------------------------------------------------------------------------
+
+    def _add(self, message: dict[str, Any]) -> None:
+        request_id, epoch = message["id"], message["epoch"]
+        try:
+            here = self.engine.scheduler.requests.get(request_id)
+            if here is not None and here.epoch < tuple(epoch):
+                self.engine.abort(request_id)  # a resume finds its older self: it goes on from the same blocks
+            self.engine.add_request(
+                request_id,
+                message["prompt"],
+                SamplingParams.from_dict(message["params"]),
+                client=message["client"],
+                priority=message.get("priority", 0),
+                epoch=(epoch[0], epoch[1]),
+                output=message.get("output", ()),
+            )
+        except QueueFull as error:
+            self._refuse(message, QUEUE_FULL, str(error))
+        except (ValueError, TypeError, KeyError) as error:
+            self._refuse(message, INVALID, str(error))
+        except Exception as error:  # ours: unanswered, the request would hang
+            logger.exception("request %s could not be queued", request_id)
+            self._refuse(message, FAILED, type(error).__name__)
+
+    def _refuse(self, message: dict[str, Any], kind: str, reason: str) -> None:
+        output = error_output(message["id"], message["epoch"], kind, reason)
+        self.loop.call_soon_threadsafe(self._deliver, {message["client"]: [output]})
+
+    def _abort(self, request_id: str, epoch: list[int]) -> None:
+        self.engine.abort(request_id, (epoch[0], epoch[1]))
+
+    def _requests(self) -> list[dict[str, Any]]:
+        scheduler = self.engine.scheduler
+        return [
+            {
+                "id": r.id,
+                "status": r.status.value,
+                "priority": r.priority,
+                "tokens": len(r.tokens),
+                "blocks": len(r.blocks),
+                "client": r.client,
+                "epoch": list(r.epoch),
+            }
+            for r in (*scheduler.running, *scheduler.waiting)
+        ]
+
+    def _on_events(self, events: list[Event]) -> None:
+        by_client: dict[str, list[Output]] = defaultdict(list)
+        for event in events:
+            by_client[event.request.client].append(output_of(event))
+        self.loop.call_soon_threadsafe(self._deliver, by_client)
+
+    def _on_look(self, engine: Engine) -> None:
+        """What a load report says beside the stats."""
+        candidates = movable(engine, all_of_them=self.state == DRAINING)
+        self.movable = listed(candidates, self.settings, engine.clock(), DRAIN if self.state == DRAINING else BALANCE)
+        if self.settings.dispatch_policy in CACHE_AWARE:
+            self.prefix = summarise(engine.scheduler.pool.recent(SUMMARY_BYTES // 5))
+
+    def _on_failure(self, error: BaseException) -> None:
+        self.failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        self.loop.call_soon_threadsafe(self._fail)
+
+    # -- on the loop --------------------------------------------------------------------------------------------
+
+    def _fail(self) -> None:
+        self.state = DRAINING  # no new requests; check_health has the replica replaced
+        for name, client in self.outboxes.clients.items():
+            lost = [error_output(request_id, epoch, FAILED, self.failed) for request_id, epoch in client.open.items()]
+            self._deliver({name: lost})
+        self.reporter.changed()
+
+    def _deliver(self, by_client: dict[str, list[Output]]) -> None:
+        now = clock.now()
+        for name, outputs in by_client.items():
+            self.outboxes.push(name, outputs, now)
+            self.wake(name)
+        self.reporter.changed()
+
+    def wake(self, client: str) -> None:
+        event = self.wakeups.get(client)
+        if event is not None:
+            event.set()
+
+    def streams_to(self, client: str) -> bool:
+        """An ingress reads this engine's outputs."""
+        return client in self.wakeups and client in self.outboxes.clients
+
+    def spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def _item(self, outputs: list[Output], renew: bool = False) -> dict[str, Any]:
+        item: dict[str, Any] = {"v": PROTOCOL_VERSION, "engine": self.id, "outputs": outputs}
+        return {**item, "renew": True} if renew else item
+
+    def _going_away(self, request_id: str, epoch: list[int], kind: str) -> Output:
+        if self.closing:
+            return error_output(request_id, epoch, CLOSING, "the service is shutting down")
+        return error_output(request_id, epoch, kind, f"the replica is {self.state}")
+
+    def _open(self) -> int:
+        return sum(len(client.open) for client in self.outboxes.clients.values())
+
+    async def _keep_leases(self) -> None:
+        while True:
+            await asyncio.sleep(min(0.5, self.config.lease_s / 4))
+            try:
+                self._expire()
+            except Exception:
+                logger.exception("the leases were not looked at")
+
+    def _expire(self) -> None:
+        """End the requests of silent ingresses, and the streams of those forgotten."""
+        before = set(self.outboxes.clients)
+        for request_id, epoch in self.outboxes.expire(clock.now()):
+            logger.warning("request %s ended: its ingress has been silent for %g s", request_id, self.config.lease_s)
+            self.thread.post(partial(self._abort, request_id, epoch))
+        for name in before:
+            self.wake(name)
+        for name in before - set(self.outboxes.clients):
+            self.wakeups.pop(name, None)
+
+    def _report(self, sequence: int) -> tuple[dict[str, Any], list[Any]]:
+        """The load report and the metrics that go to the manager."""
+        stats = self.thread.stats
+        report = LoadReport(
+            self.id,
+            self.incarnation,
+            sequence,
+            state=self.state,
+            phase=self.phase,
+            compat_key=self.compat_key,
+            stalled_s=self.thread.stalled_s(),
+            max_model_len=self.max_model_len,
+            block_size=self.config.block_size,
+            role=self.role,
+            moving=len(self.giving.moves) + (stats.reserved_blocks > 0 if stats is not None else 0),
+            movable=self.movable,
+            prefix=self.prefix,
+            **(_load(stats) if stats is not None else {}),
+        )
+        return {**report.to_message(), "settings": self.settings_version}, self.metrics.families(stats)
+
+    def _on_answer(self, answer: dict[str, Any]) -> None:
+        """What the manager says to a report: this engine's role, and the settings when they are new."""
+        self.role = answer.get("role", self.role)
+        if "settings" in answer:
+            self.settings, self.settings_version = (
+                LlumnixSettings.of_message(answer["settings"]),
+                answer["settings_version"],
+            )
+
+
+def _load(stats: EngineStats) -> dict[str, Any]:
+    names = (
+        *("total_blocks", "free_blocks", "cached_blocks", "running", "waiting", "waiting_blocks", "head_blocks"),
+        *("high_running", "high_waiting", "high_blocks", "high_waiting_blocks", "reserved_blocks"),
+        *("queued_prefill_tokens", "prefill_tokens_per_s", "step_seconds"),
+    )
+    return {name: getattr(stats, name) for name in names}

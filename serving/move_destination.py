@@ -1,0 +1,140 @@
+"""The receiving end of moves at one engine: promises room, takes KV in, owns the request.
+
+Replies are dicts: {"ok": True, ...} or {"ok": False, "reason": str}; a refusal never changes anything here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from engine.reservations import Refused
+from llumnix.load import PROTOCOL_VERSION, READY
+from serving import clock
+from serving.transport import decode
+
+if TYPE_CHECKING:
+    from serving.engine_node import EngineNode
+
+Reply = dict[str, Any]
+Epoch = tuple[int, int]
+
+REMEMBERED = 10_000  # decisions on COMMIT; one that comes again gets the same answer
+
+
+class MoveDestination:
+    """`node` is the engine it belongs to. `_decided` lives on the engine thread, all else on the loop."""
+
+    def __init__(self, node: EngineNode):
+        self.node = node
+        self.adopted = 0  # requests taken in; for metrics
+        self._decided: OrderedDict[tuple[str, Epoch], str] = OrderedDict()  # "" for owned, or why not
+
+    async def reserve(self, message: dict[str, Any]) -> Reply:
+        """Promise room for a request. The answer says how many leading blocks of it are here already."""
+        reason = self._unfit(message)
+        if reason:
+            return _no(reason)
+        key, tokens = message["key"], message["tokens"]
+
+        def promise() -> int:
+            engine = self.node.engine
+            engine.reserve(key, message["num_blocks"], message["id"], tokens)
+            return engine.scheduler.reservations.present(key)
+
+        try:
+            return {"ok": True, "present": await self.node.thread.call(promise)}
+        except Refused as error:
+            return _no(str(error))
+
+    async def write(self, message: dict[str, Any]) -> Reply:
+        """Put blocks into a promise, which grows to num_blocks first. The copy is not the engine thread's work."""
+        key, first = message["key"], message["first"]
+        data = decode(message["data"])
+        thread = self.node.thread
+
+        def place() -> list[int]:
+            if message["num_blocks"]:
+                self.node.engine.reserve(key, message["num_blocks"])
+            return self.node.engine.scheduler.reservations.fill(key, first, len(data))
+
+        try:
+            blocks = await thread.call(place)
+        except Refused as error:
+            return _no(str(error))
+        try:
+            await self.node.copy(partial(self.node.engine.executor.write_blocks, blocks, data))
+        finally:
+            reservations, now = self.node.engine.scheduler.reservations, self.node.engine.clock
+            thread.post(lambda: reservations.filled(key, first, len(data), now()))
+        return {"ok": True}
+
+    async def commit(self, message: dict[str, Any]) -> Reply:
+        """Own the request. Repeated, it gets the answer it got the first time."""
+        reason = await self.node.thread.call(partial(self._adopt, message, self._unfit(message)))
+        if reason:
+            return _no(reason)
+        self.node.reporter.changed()
+        return {"ok": True}
+
+    async def release(self, key: str) -> None:
+        """Take a promise back."""
+        self.node.thread.post(partial(self.node.engine.cancel_reservation, key))
+
+    def _unfit(self, message: dict[str, Any]) -> str:
+        """Why this engine takes no such request; empty if it does."""
+        node = self.node
+        if message["v"] != PROTOCOL_VERSION:
+            return f"protocol version {message['v']}, must be {PROTOCOL_VERSION}"
+        if message["compat_key"] != node.compat_key:
+            return "the engines' KV differs: they have not the same weights, data types and kernels"
+        if node.state != READY:
+            return f"the engine is {node.state}"
+        if not node.streams_to(message["client"]):
+            return "the request's ingress does not read this engine's outputs"
+        return ""
+
+    # -- on the engine thread -----------------------------------------------------------------------------------
+
+    def _adopt(self, message: dict[str, Any], reason: str) -> str:
+        record, epoch = message["record"], (message["epoch"][0], message["epoch"][1])
+        request_id = record["id"]
+        known = self._decided.get((request_id, epoch))
+        if known is None:
+            known = self._decided[request_id, epoch] = reason or self._take_in(message, record, epoch)
+            while len(self._decided) > REMEMBERED:
+                self._decided.popitem(last=False)
+            if not known:
+                # Before any event of the request: the engine makes its next step after this call
+                self.node.loop.call_soon_threadsafe(self._announce, record, message["epoch"], message["history"])
+        return known
+
+    def _take_in(self, message: dict[str, Any], record: dict[str, Any], epoch: Epoch) -> str:
+        engine, key, computed = self.node.engine, message["key"], message["computed"]
+        try:
+            if message["reserved"]:
+                size = engine.scheduler.pool.block_size
+                engine.reserve(key, -(-len(record["prompt"] + record["output"]) // size))
+                data = decode(message["data"])
+                if len(data):
+                    engine.write_reserved(key, message["first"], data)
+                engine.adopt(record, epoch, computed, key)
+            else:
+                engine.adopt(record, epoch)
+        except (Refused, ValueError) as error:
+            return str(error)
+        finally:
+            engine.cancel_reservation(key)
+        return ""
+
+    def _announce(self, record: dict[str, Any], epoch: list[int], history: list[dict[str, Any]]) -> None:
+        """The request is here: repeat what its ingress had not acknowledged at the source, as this engine's own."""
+        self.adopted += 1
+        self.node.outboxes.opened(record["client"], record["id"], epoch, clock.now())
+        self.node.outboxes.push(record["client"], [{**output, "epoch": epoch} for output in history], clock.now())
+        self.node.wake(record["client"])
+
+
+def _no(reason: str) -> Reply:
+    return {"ok": False, "reason": reason}

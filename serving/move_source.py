@@ -1,0 +1,391 @@
+"""The giving end of moves at one engine: carries out what llumnix.migration decides.
+
+Every call has a time limit. However a move ends, the request has exactly one owner afterwards, or its ingress knows
+that it must look: see llumnix.migration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.engine import Engine
+from engine.request import Request, Status
+from engine.reservations import Refused
+from llumnix.load import DRAINING, PROTOCOL_VERSION, Movable
+from llumnix.migration import (
+    Commit,
+    Effect,
+    End,
+    Hold,
+    Limits,
+    Mechanism,
+    Outcome,
+    Outgoing,
+    Progress,
+    Reserve,
+    Send,
+)
+from llumnix.policies.choice import choose
+from llumnix.policies.mechanism import QUEUE, RECOMPUTE, Costs
+from llumnix.policies.mechanism import choose as choose_mechanism
+from llumnix.settings import LlumnixSettings
+from serving import clock
+from serving.messages import MOVE_FAILED, error_output, moved_output
+from serving.transport import NONE, encode, num_bytes
+
+if TYPE_CHECKING:
+    from serving.engine_node import EngineNode
+
+logger = logging.getLogger("ferry.moves")
+
+OF_THE_REQUEST = ("gone", "preempted", "superseded")  # reasons that say nothing about the destination
+EMPTY = np.empty((0, 0), dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class MoveOptions:
+    """How moves are done; from the manager's settings."""
+
+    mechanism: Mechanism = Mechanism.LIVE
+    chunk_bytes: int = 8 << 20
+    max_stages: int = 4
+    last_stage_blocks: int = 1
+    transfer_timeout_s: float = 10.0
+    bytes_per_s: float = 0.0  # 0: no limit
+    compression: str = NONE
+
+
+@dataclass
+class Move:
+    """One move under way."""
+
+    request_id: str
+    destination: str
+    actor: Any
+    options: MoveOptions
+    key: str  # of the reservation; of this attempt alone
+    machine: Outgoing
+    table: list[int] = field(default_factory=list)  # the request's blocks when it was last looked at
+    record: dict[str, Any] = field(default_factory=dict)
+    data: np.ndarray | None = None  # what Hold exported, from block `data_first` on
+    data_first: int = 0
+    held_at: float | None = None
+    bytes_sent: int = 0
+    committing: bool = False
+
+
+class MoveSource:
+    """`node` is the engine it belongs to."""
+
+    def __init__(self, node: EngineNode):
+        self.node = node
+        self.moves: dict[str, Move] = {}  # by request
+        self.bytes_per_s = 0.0  # of the last transfer
+        self.call_s = 0.0  # of the last call without blocks
+        self._attempts = count()
+
+    async def give(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        """Move up to command["count"] requests, one after another, to command["destination"].
+
+        Which ones is decided here, from what runs now; with "request_id" it is that one. Ends early when there is
+        nothing left to give or the destination takes no more.
+        """
+        settings = LlumnixSettings.of_message(command["settings"])
+        destination, actor, cause = command["destination"], command["actor"], command["cause"]
+        draining = self.node.state == DRAINING
+        most = settings.max_moves_draining if draining else settings.max_moves_per_engine
+        results: list[dict[str, Any]] = []
+        while len(results) < command["count"] and (len(self.moves) < most or "request_id" in command):
+            candidates = await self.node.thread.call(partial(movable, self.node.engine, draining))
+            if "request_id" in command:
+                chosen = next((c for c in candidates if c.id == command["request_id"]), None)
+            else:
+                able = [c for c in candidates if c.id not in self.moves]
+                chosen = choose(able, command["max_blocks"], settings, self.node.engine.clock(), cause)
+            if chosen is None:
+                break
+            options = MoveOptions(
+                self._mechanism(chosen, command, settings),
+                int(command.get("chunk_bytes", MoveOptions.chunk_bytes)),
+                settings.max_stages,
+                settings.last_stage_blocks,
+                settings.transfer_timeout_s,
+                settings.bandwidth_mb_per_s * 1e6,
+                command.get("compression", NONE),
+            )
+            result = await self.move(chosen.id, destination, actor, options)
+            results.append(result | {"cause": cause})
+            if result["outcome"] != Outcome.MOVED.value and result["reason"] not in OF_THE_REQUEST:
+                break
+        return results
+
+    def _mechanism(self, request: Movable, command: dict[str, Any], settings: LlumnixSettings) -> Mechanism:
+        if "mechanism" in command:
+            return Mechanism(command["mechanism"])
+        stats = self.node.thread.stats
+        costs = Costs(
+            self.node.block_bytes,
+            self.node.engine.scheduler.pool.block_size,
+            self.bytes_per_s,
+            self.call_s,
+            command.get("prefill_tokens_per_s", 0.0),
+            stats.step_seconds if stats is not None else 0.0,
+        )
+        chosen = choose_mechanism(request, 0, costs, settings)
+        return {QUEUE: Mechanism.REQUEUE, RECOMPUTE: Mechanism.RECOMPUTE}.get(chosen, Mechanism.LIVE)
+
+    async def move(self, request_id: str, destination: str, actor: Any, options: MoveOptions) -> dict[str, Any]:
+        """Move one request to another engine; returns what became of it. Does not raise for what may go wrong."""
+        if request_id in self.moves:
+            return self._result(None, End(Outcome.ABORTED, "it is moving already"), request_id, destination, 0.0)
+        started = clock.now()
+        block_bytes = self.node.block_bytes
+        limits = Limits(
+            self.node.engine.scheduler.pool.block_size,
+            max(options.last_stage_blocks + 1, options.chunk_bytes // block_bytes),
+            options.last_stage_blocks,
+            options.max_stages,
+        )
+        key = f"{self.node.id}/{next(self._attempts)}"
+        move = Move(request_id, destination, actor, options, key, Outgoing(limits, options.mechanism))
+        self.moves[request_id] = move
+        effect: Effect = End(Outcome.UNCONFIRMED, "the source was interrupted")
+        try:
+            effect = move.machine.start(await self._look(move))
+            while not isinstance(effect, End):
+                effect = await self._perform(move, effect)
+        except BaseException as error:
+            reason = f"the source failed: {type(error).__name__}"
+            effect = End(Outcome.UNCONFIRMED if move.committing else Outcome.ABORTED, reason, release=True)
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("the move of %s failed", request_id)
+        finally:
+            del self.moves[request_id]
+            assert isinstance(effect, End)
+            self._end(move, effect)
+        return self._result(move, effect, request_id, destination, started)
+
+    # -- effects ------------------------------------------------------------------------------------------------
+
+    async def _perform(self, move: Move, effect: Effect) -> Effect:
+        machine = move.machine
+        match effect:
+            case Reserve(num_blocks=num_blocks):
+                tokens = await self.node.thread.call(partial(self._tokens, move.request_id))
+                if tokens is None:
+                    return machine.gone()
+                message = {**self._head(move), "num_blocks": num_blocks, "tokens": tokens}
+                asked = clock.now()
+                reply = await self._ask(move, move.actor.reserve.remote, message)
+                self.call_s = clock.now() - asked
+                if not reply["ok"]:
+                    return _failed(machine, reply)
+                return machine.reserved(reply["present"], await self._look(move))
+            case Send(first=first, count=number, num_blocks=num_blocks):
+                data = await self.node.copy(partial(self._read, move.table[first : first + number]))
+                reply = await self._write(move, first, data, num_blocks)
+                return machine.sent(number, await self._look(move)) if reply["ok"] else _failed(machine, reply)
+            case Hold(first=first, copy=copy):
+                most = machine.limits.chunk_blocks if copy else 0
+                progress = await self.node.thread.call(partial(self._hold, move, first, most))
+                if isinstance(progress, str):
+                    return machine.gone(progress)
+                move.held_at = clock.now()
+                return machine.held(progress)
+            case Commit():
+                return await self._commit(move, effect)
+            case End():
+                return effect
+
+    async def _commit(self, move: Move, commit: Commit) -> Effect:
+        if commit.count == 0:
+            data = EMPTY
+        elif move.data is not None and move.data_first == commit.first and len(move.data) >= commit.count:
+            data = move.data[: commit.count]
+        else:  # more was sent after the hold
+            data = await self.node.copy(partial(self._read, move.table[commit.first : commit.first + commit.count]))
+        payload = encode(data, move.options.compression)
+        move.bytes_sent += num_bytes(payload)
+        message = {
+            **self._head(move),
+            "record": move.record,
+            "epoch": list(commit.epoch),
+            "computed": commit.computed,
+            "first": commit.first,
+            "data": payload,
+            "reserved": commit.reserved,
+            "history": self.node.outboxes.unacknowledged(move.record["client"], move.request_id),
+        }
+        move.committing = True
+        reply = await self._ask(move, move.actor.commit.remote, message)
+        return move.machine.owned() if reply["ok"] else _failed(move.machine, reply)
+
+    async def _write(self, move: Move, first: int, data: np.ndarray, num_blocks: int) -> dict[str, Any]:
+        payload = encode(data, move.options.compression)
+        message = {"key": move.key, "first": first, "num_blocks": num_blocks, "data": payload}
+        started = clock.now()
+        reply = await self._ask(move, move.actor.write.remote, message)
+        seconds = clock.now() - started
+        if reply["ok"]:
+            sent = num_bytes(payload)
+            move.bytes_sent += sent
+            self.bytes_per_s = sent / max(seconds, 1e-6)
+            if move.options.bytes_per_s > 0:
+                await asyncio.sleep(max(0.0, sent / move.options.bytes_per_s - seconds))
+        return reply
+
+    async def _ask(self, move: Move, call: Any, message: Any) -> dict[str, Any]:
+        """The destination's reply; {"ok": False, "silent": reason} when none comes in time."""
+        try:
+            answer: Awaitable[dict[str, Any]] = call(message)
+            return await asyncio.wait_for(answer, move.options.transfer_timeout_s)
+        except TimeoutError:
+            return {"ok": False, "silent": f"no answer within {move.options.transfer_timeout_s:g} s"}
+        except Exception as error:
+            return {"ok": False, "silent": type(error).__name__}
+
+    def _head(self, move: Move) -> dict[str, Any]:
+        client = move.record.get("client") or self._client(move.request_id)
+        return {
+            "v": PROTOCOL_VERSION,
+            "key": move.key,
+            "id": move.request_id,
+            "client": client,
+            "compat_key": self.node.compat_key,
+        }
+
+    def _client(self, request_id: str) -> str:
+        request = self.node.engine.scheduler.requests.get(request_id)
+        return request.client if request is not None else ""
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _end(self, move: Move, end: End) -> None:
+        """Leave the request here, or let go of it and tell its ingress."""
+        if end.release:
+            self.node.spawn(self._ask(move, move.actor.release.remote, move.key))
+        if end.outcome is Outcome.ABORTED:
+            self.node.thread.post(partial(self._stay, move.request_id))
+            return
+        resume, moved = move.record["epoch"]
+        self.node.thread.post(partial(self.node.engine.abort, move.request_id, (resume, moved)))
+        client = move.record["client"]
+        if end.outcome is Outcome.REFUSED:
+            notice = error_output(move.request_id, (resume, moved), MOVE_FAILED, end.reason)
+        else:
+            index = len(move.record["output"])
+            notice = moved_output(move.request_id, (resume, moved + 1), index, move.destination)
+        self.node.outboxes.push(client, [notice], clock.now())
+        self.node.wake(client)
+        self.node.reporter.changed()
+
+    def _result(self, move: Move | None, end: End, request_id: str, destination: str, started: float) -> dict[str, Any]:
+        now = clock.now()
+        result: dict[str, Any] = {
+            "request_id": request_id,
+            "source": self.node.id,
+            "destination": destination,
+            "outcome": end.outcome.value,
+            "reason": end.reason,
+            "blocks_sent": 0,
+            "blocks_skipped": 0,
+            "bytes": 0,
+            "stages": 0,
+            "mechanism": "",
+            "duration_ms": 1e3 * (now - started) if move else 0.0,
+            "held_ms": 0.0,
+            "epoch": None,
+        }
+        if move is not None:
+            machine = move.machine
+            result |= {
+                "blocks_sent": machine.blocks_sent,
+                "blocks_skipped": machine.blocks_skipped,
+                "bytes": move.bytes_sent,
+                "stages": machine.stages,
+                "mechanism": machine.mechanism.value,
+                "held_ms": 1e3 * (now - move.held_at) if move.held_at is not None else 0.0,
+            }
+            if end.outcome is Outcome.MOVED:
+                result["epoch"] = [move.record["epoch"][0], move.record["epoch"][1] + 1]
+        return result
+
+    # -- on the engine thread -----------------------------------------------------------------------------------
+
+    async def _look(self, move: Move) -> Progress | None:
+        return await self.node.thread.call(partial(self._progress, move))
+
+    def _progress(self, move: Move) -> Progress | None:
+        request = self.node.engine.scheduler.requests.get(move.request_id)
+        if request is None:
+            return None
+        move.table = list(request.blocks)
+        return _progress_of(request)
+
+    def _stay(self, request_id: str) -> None:
+        """Go on with a request here; it is left in peace for a while, as after a move."""
+        self.node.engine.unhold(request_id)
+        request = self.node.engine.scheduler.requests.get(request_id)
+        if request is not None:
+            request.last_moved = self.node.engine.clock()
+
+    def _tokens(self, request_id: str) -> list[int] | None:
+        request = self.node.engine.scheduler.requests.get(request_id)
+        return None if request is None else list(request.tokens)
+
+    def _hold(self, move: Move, first: int, most: int) -> Progress | str:
+        """Stop the request and export what is left, if that is little: in one call, so that no step lies between."""
+        try:
+            move.record = self.node.engine.hold(move.request_id)
+        except Refused:
+            return "gone"
+        request = self.node.engine.scheduler.requests[move.request_id]
+        move.table = list(request.blocks)
+        left = -(-request.computed // self.node.engine.scheduler.pool.block_size) - first
+        if 0 < left <= most:
+            move.data, move.data_first = self.node.engine.export(move.request_id, first, left), first
+        return _progress_of(request)
+
+    def _read(self, blocks: list[int]) -> np.ndarray:
+        """On any thread: if the blocks change hands meanwhile, the next look finds the request gone or preempted."""
+        return self.node.engine.executor.read_blocks(blocks)
+
+
+def movable(engine: Engine, all_of_them: bool = False) -> list[Movable]:
+    """The requests an engine could give away: queued and decoding ones.
+
+    A prompt in the middle of its prefill stays until its first token, unless `all_of_them` must go.
+    """
+    scheduler = engine.scheduler
+    found = []
+    for request in (*scheduler.running, *scheduler.waiting):
+        if request.status is Status.HELD or (
+            request.status is Status.RUNNING and request.pending > 1 and not all_of_them
+        ):
+            continue
+        waiting = request.status is Status.WAITING
+        blocks = scheduler.pool.blocks_for(len(request.tokens))
+        found.append(
+            Movable(
+                request.id, request.priority, len(request.tokens), blocks, waiting, request.order, request.last_moved
+            )
+        )
+    return found
+
+
+def _progress_of(request: Request) -> Progress:
+    running = request.status is Status.RUNNING or (request.status is Status.HELD and bool(request.blocks))
+    return Progress(running, len(request.tokens), request.computed, request.epoch, request.preemptions)
+
+
+def _failed(machine: Outgoing, reply: dict[str, Any]) -> Effect:
+    return machine.silent(reply["silent"]) if "silent" in reply else machine.refused(reply["reason"])

@@ -1,0 +1,42 @@
+"""How KV slabs travel: numpy arrays as arguments of actor calls, which Ray puts into its object store.
+
+A slab payload is {"shape": [count, block_bytes], "compression": name, "data": array or bytes}. The receiver of an
+uncompressed one on the same host reads the store's memory without a copy.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+NONE, ZLIB = "none", "zlib"
+COMPRESSIONS = (NONE, ZLIB)
+ZLIB_LEVEL = 1  # KV of bfloat16 hardly compresses; what does, does at once
+
+Payload = dict[str, Any]
+
+
+def encode(data: np.ndarray, compression: str = NONE) -> Payload:
+    """A payload of slabs, uint8 [count, block_bytes]."""
+    body = zlib.compress(data.tobytes(), ZLIB_LEVEL) if compression == ZLIB else data
+    return {"shape": list(data.shape), "compression": compression, "data": body}
+
+
+def decode(payload: Payload) -> np.ndarray:
+    """The slabs of a payload, perhaps read-only. Raises ValueError for what `encode` does not make."""
+    match payload["compression"]:
+        case "none":
+            data = np.asarray(payload["data"])
+        case "zlib":
+            data = np.frombuffer(zlib.decompress(payload["data"]), dtype=np.uint8)
+        case other:
+            raise ValueError(f"compression is {other!r}, must be one of {', '.join(COMPRESSIONS)}")
+    return data.reshape(payload["shape"])
+
+
+def num_bytes(payload: Payload) -> int:
+    """Bytes that travel."""
+    body = payload["data"]
+    return body.nbytes if isinstance(body, np.ndarray) else len(body)
