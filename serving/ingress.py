@@ -114,8 +114,9 @@ class Ingress:
         return await answer_of(self.manager.snapshot.remote())
 
     async def info(self) -> dict[str, Any]:
-        """This ingress: its name towards the engines, its process, its open requests."""
-        return {"name": self.client.name, "pid": os.getpid(), "open": len(self.client.tracker.requests)}
+        """This ingress: its name towards the engines, its process, its open requests, how many it started again."""
+        tracker = self.client.tracker
+        return {"name": self.client.name, "pid": os.getpid(), "open": len(tracker.requests), "resumed": tracker.resumed}
 
     # -- HTTP ---------------------------------------------------------------------------------------------------
 

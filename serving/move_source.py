@@ -55,12 +55,13 @@ class MoveOptions:
     """How moves are done; from the manager's settings."""
 
     mechanism: Mechanism = Mechanism.LIVE
-    chunk_bytes: int = 8 << 20
+    chunk_bytes: int = 4 << 20
     max_stages: int = 4
     last_stage_blocks: int = 1
     transfer_timeout_s: float = 10.0
     bytes_per_s: float = 0.0  # 0: no limit
     compression: str = NONE
+    use_cached: bool = True  # blocks that the destination has in its cache are not sent
 
 
 @dataclass
@@ -120,6 +121,7 @@ class MoveSource:
                 settings.transfer_timeout_s,
                 settings.bandwidth_mb_per_s * 1e6,
                 command.get("compression", NONE),
+                command.get("use_cached", True),
             )
             result = await self.move(chosen.id, destination, actor, options)
             results.append(result | {"cause": cause})
@@ -183,7 +185,8 @@ class MoveSource:
                 tokens = await self.node.thread.call(partial(self._tokens, move.request_id))
                 if tokens is None:
                     return machine.gone()
-                message = {**self._head(move), "num_blocks": num_blocks, "tokens": tokens}
+                message = {**self._head(move), "num_blocks": num_blocks}
+                message["tokens"] = tokens if move.options.use_cached else []
                 asked = clock.now()
                 reply = await self._ask(move, move.actor.reserve.remote, message)
                 self.call_s = clock.now() - asked
