@@ -1,4 +1,4 @@
-"""Requests forced to move while their clients read: nothing may show. The undisturbed run is the oracle, bit for bit."""
+"""Requests forced to move while their clients read: nothing may show. The undisturbed run is the oracle, to the bit."""
 
 from __future__ import annotations
 
