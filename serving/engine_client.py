@@ -307,7 +307,8 @@ class EngineClient:
         if link.unanswered_since is None:
             link.unanswered_since = now
         try:
-            answer = await link.actor.renew.remote(self.name, self.tracker.cursors(link.id))
+            cursors, epochs = self.tracker.cursors(link.id), self.tracker.epochs(link.id)
+            answer = await link.actor.renew.remote(self.name, cursors, epochs)
             link.unanswered_since = None
             untaken_s = answer.get("untaken_s", 0.0) if answer else 0.0  # older engines say nothing
             if untaken_s > UNREAD_S and self.links.get(link.id) is link:

@@ -167,13 +167,16 @@ class EngineNode:
                 self.outboxes.closed(client, request_id)
             self.thread.post(partial(self._abort, request_id, epoch))
 
-    async def renew(self, client: str, cursors: dict[str, int]) -> dict[str, Any]:
-        """An ingress is alive and has tokens up to these cursors; what it waits for in vain is told in its stream.
+    async def renew(
+        self, client: str, cursors: dict[str, int], epochs: dict[str, list[int]] | None = None
+    ) -> dict[str, Any]:
+        """An ingress is alive and has tokens up to these cursors; what it waits for in vain, under the epochs it knows,
+        is told in its stream.
 
         The answer says for how long nobody has taken its outputs: a stream may be lost without a word to either end.
         """
         now = clock.now()
-        for request_id in self.outboxes.acknowledge(client, cursors, now):
+        for request_id in self.outboxes.acknowledge(client, cursors, now, epochs):
             lost = error_output(request_id, [2**31, 0], UNKNOWN)
             self.outboxes.clients[client].queue(lost, now)
             self.wake(client)

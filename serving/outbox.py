@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from serving.messages import LEASE, Output, error_output, is_terminal
 
+NEVER, FIRST = [-1, -1], [0, 0]  # epochs
+
 
 @dataclass
 class Client:
@@ -52,7 +54,7 @@ class Outboxes:
         False if it is nothing new: the message came twice, or was overtaken by a newer life.
         """
         client = self.seen(name, now)
-        if epoch <= client.newest.get(request_id, [-1, -1]):
+        if epoch <= client.newest.get(request_id, NEVER):
             return False
         client.open[request_id] = client.newest[request_id] = epoch
         client.history[request_id] = []
@@ -94,18 +96,26 @@ class Outboxes:
         taken, client.pending = client.pending, []
         return taken
 
-    def acknowledge(self, name: str, cursors: dict[str, int], now: float) -> list[str]:
+    def acknowledge(
+        self, name: str, cursors: dict[str, int], now: float, epochs: dict[str, list[int]] | None = None
+    ) -> list[str]:
         """A lease renewal: drop what the ingress has, repeat ends that it should have had for long.
 
-        Returns the requests it expects here that are not here.
+        Returns the requests it expects here, each under its epoch, that are not here: an older life is not what it
+        waits for.
         """
         client = self.seen(name, now)
         for request_id, history in client.history.items():
             cursor = cursors.get(request_id)
             if cursor is not None:
                 client.history[request_id] = [o for o in history if o["index"] >= cursor or o["index"] < 0]
+        unknown = [
+            request_id
+            for request_id in cursors
+            if client.newest.get(request_id, NEVER) < (epochs or {}).get(request_id, FIRST)
+        ]
         for request_id, when in list(client.ended.items()):
-            if now - when <= self.lease_s:
+            if now - when <= self.lease_s or request_id in unknown:
                 continue
             if request_id not in cursors:
                 self.closed(name, request_id)
@@ -113,7 +123,7 @@ class Outboxes:
                 client.ended[request_id] = now
                 for output in client.history[request_id]:
                     client.queue(output, now)
-        return [request_id for request_id in cursors if request_id not in client.history]
+        return unknown
 
     def unacknowledged(self, name: str, request_id: str) -> list[Output]:
         """The tokens of a request that its ingress has not said it has."""

@@ -195,7 +195,7 @@ class Cluster:
     def _user_done(self, user: User, task: asyncio.Task[None]) -> None:
         self.note("user", user.id, "ends:", user.end)
         # Engines that started while there was no manager are unknown to all: that is so, and documented
-        unmanaged = not self.managers or self.loop.now - self._managed < 2.0
+        unmanaged = not self.managers or self.loop.now - self._managed < 3.0
         user.excused = user.end == NO_ENGINE and unmanaged
         if not task.cancelled() and task.exception() is not None:
             self.violate(str(task.exception()))

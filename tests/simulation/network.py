@@ -87,6 +87,7 @@ class Network:
     def __post_init__(self) -> None:
         self.context = contextvars.Context()
         self.open: dict[str, dict[Call, None]] = {}  # calls that a process has not answered
+        self.queued: dict[str, list[tuple[Call, bool]]] = {}  # calls of a service without replicas
         self.streams: list[Stream] = []
 
     def join(self, name: str, process: Process, target: Any, service: str | None = None) -> None:
@@ -94,6 +95,9 @@ class Network:
         self.targets[name] = process, target
         if service is not None:
             self.services.setdefault(service, []).append(name)
+            for call, once in self.queued.pop(service, []):
+                call.target = name
+                self._submit(call, once)
 
     def crash(self, name: str) -> None:
         """A process ends. Its peers learn within moments."""
@@ -128,13 +132,20 @@ class Network:
         if streaming:
             call.stream = Stream(self, call)
             self.streams.append(call.stream)
-        if not source.alive or not target:  # nobody hears a dead caller; without a replica a call waits
-            return call.stream or future
-        self.open.setdefault(target, {})[call] = None
-        verdict = self.watch(SENT, call)
-        if source.alive:
-            self._send(call, verdict, self._arrive, streaming or method not in REPEATABLE)
+        once = streaming or method not in REPEATABLE
+        if target:
+            self._submit(call, once)
+        else:  # it waits for a replica, as Serve's handles do
+            self.queued.setdefault(name, []).append((call, once))
         return call.stream or future
+
+    def _submit(self, call: Call, once: bool) -> None:
+        if not call.source.alive:
+            return  # nobody hears the dead
+        self.open.setdefault(call.target, {})[call] = None
+        verdict = self.watch(SENT, call)
+        if call.source.alive:
+            self._send(call, verdict, self._arrive, once)
 
     def _send(self, call: Call, verdict: Verdict, arrive: Callable[..., None], once: bool, *rest: Any) -> None:
         weather, random = self.weather, self.random

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from ray.exceptions import RayError
+
 from engine.sampling.params import SamplingParams
 from tests.fakes import VOCAB
 from tests.simulation.cluster import MANAGER, MAX_LENGTH, Cluster, Shape
@@ -215,7 +217,11 @@ class Run:
             self.cluster.operator.spawn(self._move(random.choice(ids), random.choice(engines), options))
 
     async def _move(self, request_id: str, destination: str, options: dict[str, Any]) -> None:
-        result = await Handle(MANAGER).migrate.remote(request_id, destination, options)
+        try:
+            result = await Handle(MANAGER).migrate.remote(request_id, destination, options)
+        except RayError as error:
+            self.cluster.moved[type(error).__name__] += 1
+            return
         message = result.get("message", "moved")
         self.cluster.note("operator:", request_id, destination, message)
         self.cluster.moved[result.get("outcome", result.get("error"))] += 1
