@@ -21,7 +21,7 @@ def build(args: AppArgs) -> serve.Application:
     """Ingress -> engines, with the manager beside them."""
     config = args.config
     values: dict[str, Any] = config.to_dict()
-    manager = Manager.bind()  # type: ignore[attr-defined]
+    manager = Manager.bind(config.log_level)  # type: ignore[attr-defined]
     engines = EngineReplica.options(  # type: ignore[attr-defined]
         num_replicas=config.num_replicas,
         placement_group_bundles=[{"CPU": cpus_per_replica(config)}],

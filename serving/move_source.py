@@ -91,6 +91,8 @@ class MoveSource:
         self.moves: dict[str, Move] = {}  # by request
         self.bytes_per_s = 0.0  # of the last transfer
         self.call_s = 0.0  # of the last call without blocks
+        self.moved = 0  # requests that are elsewhere now
+        self.lost = 0  # let go of for a move that failed: their ingresses start them again
         self._attempts = count()
 
     async def give(self, command: dict[str, Any]) -> list[dict[str, Any]]:
@@ -109,7 +111,7 @@ class MoveSource:
             if "request_id" in command:
                 chosen = next((c for c in candidates if c.id == command["request_id"]), None)
             else:
-                able = [c for c in candidates if c.id not in self.moves]
+                able = [c for c in candidates if c.id not in self.moves and (c.waiting or not command.get("waiting"))]
                 chosen = choose(able, command["max_blocks"], settings, self.node.engine.clock(), cause)
             if chosen is None:
                 break
@@ -279,6 +281,10 @@ class MoveSource:
         if end.outcome is Outcome.ABORTED:
             self.node.thread.post(partial(self._stay, move.request_id))
             return
+        if end.outcome is Outcome.MOVED:
+            self.moved += 1
+        else:
+            self.lost += 1
         resume, moved = move.record["epoch"]
         self.node.thread.post(partial(self.node.engine.abort, move.request_id, (resume, moved)))
         client = move.record["client"]
