@@ -181,8 +181,8 @@ class Engine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         prefill = scheduler.prefill_seconds_per_token
         waiting = scheduler.waiting
-        high = [r for r in scheduler.running if r.priority < 0]
-        high_waiting = [r for r in waiting if r.priority < 0]
+        high = [r for r in scheduler.running if r.high]
+        high_waiting = [r for r in waiting if r.high]
         partial = sum(r.pending for r in scheduler.running if r.pending > 1)
         return EngineStats(
             total_blocks=pool.total,

@@ -1,9 +1,9 @@
 """What runs in the next step: pure Python on ints, no torch, an injected clock.
 
 One token budget a step, shared by every kind of work, because all work is the same subtraction `tokens - computed`:
-first the running requests in order, then the waiting ones while there is room. The order is (priority, arrival) under
-the priority policy and arrival under fcfs; a request keeps its place when it is preempted. If blocks run out, the last
-running request in that order is preempted, so the first one always progresses.
+first the running requests in order, then the waiting ones while there is room. What the orders are is said in
+engine/order.py; a request keeps its place when it is preempted. If blocks run out, the last running request is
+preempted, so the first one always progresses.
 
 Ownership of blocks, from the scheduler's side:
 
@@ -15,13 +15,13 @@ Ownership of blocks, from the scheduler's side:
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from engine.event import NOT_FINITE, QUEUE_TIMEOUT, Event
 from engine.kv import BlockPool, block_hash, root_hash
+from engine.order import Order
 from engine.request import Epoch, Request, Status
 from engine.reservations import Refused, Reservations
 from engine.step import SequenceStart, StepPlan, StepResult, Work
@@ -58,7 +58,8 @@ class Scheduler:
         self.clock = clock
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
-        self.running: list[Request] = []  # both sorted by _key
+        self.running: list[Request] = []  # both sorted by `order`
+        self.order = Order(config.policy == "priority", config.max_queue_time_s)
         self.reservations = Reservations(pool, config.reservation_s)
         self.preemptions = 0
         self.prompt_tokens = self.cached_tokens = 0  # totals, counted when a request is first admitted
@@ -130,6 +131,7 @@ class Scheduler:
         now = self.clock()
         self.reservations.expire(now)
         events = self._expire_waiting(now)
+        self.order.lift(self.waiting, now)
         if self._prompt_started is not None:
             self._prompt_latency = now - self._prompt_started
             self._prompt_started = None
@@ -191,6 +193,7 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None or request.status not in (Status.RUNNING, Status.WAITING):
             raise Refused(f"request {request_id} is not running here")
+        self.order.book(request, self.clock())
         request.status = Status.HELD
         return request
 
@@ -254,14 +257,11 @@ class Scheduler:
         record.computed = computed
         record.status = Status.RUNNING
         record.started = True
-        bisect.insort(self.running, record, key=self._key)
+        self.order.join(self.running, record, self.clock())
         self._register(record)
         return record
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def _key(self, request: Request) -> tuple[int, int]:
-        return (request.priority if self.config.policy == "priority" else 0, request.order)
 
     @property
     def _seats(self) -> int:
@@ -280,7 +280,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.status = Status.WAITING
-        bisect.insort(self.waiting, request, key=self._key)
+        self.order.enqueue(self.waiting, request, self.clock())
 
     def _admit(self, budget: int, now: float, starts: list[SequenceStart], work: list[Work]) -> None:
         """Move waiting requests to running while budget, seats and blocks last; strictly in order."""
@@ -309,7 +309,7 @@ class Scheduler:
                 self.prompt_tokens += len(request.prompt)
                 self.cached_tokens += request.cached_tokens
             request.status = Status.RUNNING
-            bisect.insort(self.running, request, key=self._key)
+            self.order.join(self.running, request, now)
             new = self._extend(request, request.computed + count)
             self._place(request, count, new, starts, work)
             budget -= count
@@ -445,5 +445,5 @@ class Scheduler:
         assert all(not r.blocks for r in self.waiting)
         assert len(self.running) + len(self.reservations) <= self.config.max_num_seqs
         assert set(self.requests) == {r.id for r in self.running + self.waiting}
-        for queue in (self.running, self.waiting):
-            assert queue == sorted(queue, key=self._key)
+        assert self.waiting == sorted(self.waiting, key=self.order.in_queue)
+        assert self.running == sorted(self.running, key=self.order.in_batch)
