@@ -21,6 +21,7 @@ from engine.engine import Engine, EngineStats
 from engine.event import Event
 from engine.sampling.params import SamplingParams
 from engine.scheduler import QueueFull
+from engine.verification import sampled
 from llumnix.load import DRAINING, MIXED, READY, STARTING, SUMMARY_BYTES, LoadReport, Movable, summarise
 from llumnix.policies.choice import BALANCE, DRAIN, listed
 from llumnix.policies.dispatch import CACHE_AWARE
@@ -290,7 +291,16 @@ class EngineNode:
         by_client: dict[str, list[Output]] = defaultdict(list)
         for event in events:
             by_client[event.request.client].append(output_of(event))
+            self._verify(event)
         self.loop.call_soon_threadsafe(self._deliver, by_client)
+
+    def _verify(self, event: Event) -> None:
+        """Have a sample of what moved or was resumed run again when there is nothing else to do."""
+        request = event.request
+        if event.finish_reason is None or request.epoch == (0, 0) or not self.engine.reproducible:
+            return
+        if sampled(request.id, self.settings.verify_moves):
+            self.engine.verifier.offer(request)
 
     def _on_look(self, engine: Engine) -> None:
         """What a load report says beside the stats."""
