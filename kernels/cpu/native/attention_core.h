@@ -59,7 +59,7 @@ static void flush(Row *row, int width) {
         const float x = a->sum > 0.0f ? exp1(a->maximum - maximum) : 0.0f, y = exp1(b->maximum - maximum);
         a->sum = a->sum * x + b->sum * y;
         for (int d = 0; d < width; d += LANES)
-            store16_f32(a->values + d, load16_f32(a->values + d) * x + load16_f32(b->values + d) * y);
+            store16_f32(a->values + d, add_scaled(scale(load16_f32(b->values + d), y), load16_f32(a->values + d), x));
         a->maximum = maximum;
     }
     clear(b, width);
