@@ -4,23 +4,13 @@
 
 #include <stdlib.h>
 
+#include "interface.h"
 #include "vectors.h"
 
 #define SEGMENT 256   /* tokens; where running states are merged, and where a context may be split over threads */
 #define MAX_ROWS 32   /* query rows of one item: tokens x heads of a group */
 #define ROW_GROUP 4   /* rows that share a tile's registers */
 #define UNROLL _Pragma("GCC unroll 4") /* early, so that small arrays of vectors become registers */
-
-typedef struct {
-    int32_t num_sequences, heads, kv_heads, head_dim, block_size, window, threads, reserved;
-    float scale, reserved_scale;
-    int64_t q_token_stride;                            /* elements */
-    int64_t block_stride;                              /* of both caches */
-    int64_t k_head_stride, k_token_stride, k_dim_stride;
-    int64_t v_head_stride, v_token_stride;
-    int64_t table_stride;
-    const int32_t *block_tables, *query_lens, *context_lens, *query_starts;
-} AttentionCall;
 
 typedef struct {
     int sequence, first_head, num_heads, first_query, queries; /* heads: kv heads */
