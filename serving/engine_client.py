@@ -33,6 +33,7 @@ IDLE_RENEW_S = 10.0  # for an engine without requests of this ingress
 VIEW_TIMEOUT_S = 5.0
 VIEW_RETRY_S = 0.3
 CLOSE_MARGIN_S = 0.3  # engines end their requests first
+UNREAD_S = 3.0  # an engine's outputs that have waited this long say that its stream is lost
 CUT_RETRY_S = 2.0  # when an engine whose stream was cut may be tried again
 
 
@@ -235,8 +236,13 @@ class EngineClient:
                 self.avoid.get(name, 0.0) <= now and entry["actor"] is not None
             ):  # else: lost since this view was asked for
                 link = self.links[name] = Link(name, entry["actor"], report)
-                link.task = self._spawn(self._read(link))
+                self._open(link)
         self.avoid = {name: when for name, when in self.avoid.items() if name in engines and when > now}
+
+    def _open(self, link: Link) -> None:
+        if link.task is not None:
+            link.task.cancel()
+        link.task = self._spawn(self._read(link))
 
     async def _read(self, link: Link) -> None:
         """The token stream of one engine, opened again by cursor when it ends."""
@@ -301,8 +307,13 @@ class EngineClient:
         if link.unanswered_since is None:
             link.unanswered_since = now
         try:
-            await link.actor.renew.remote(self.name, self.tracker.cursors(link.id))
+            cursors, epochs = self.tracker.cursors(link.id), self.tracker.epochs(link.id)
+            answer = await link.actor.renew.remote(self.name, cursors, epochs)
             link.unanswered_since = None
+            untaken_s = answer.get("untaken_s", 0.0) if answer else 0.0  # older engines say nothing
+            if untaken_s > UNREAD_S and self.links.get(link.id) is link:
+                logger.warning("stream of engine %s is silent; it is opened again", link.id)
+                self._open(link)
         except Exception as error:  # the stream tells
             logger.debug("no answer to a renewal from engine %s: %s", link.id, type(error).__name__)
 

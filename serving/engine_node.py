@@ -171,7 +171,8 @@ class EngineNode:
     async def add(self, message: dict[str, Any]) -> None:
         """Submit a request (see serving.tracker.Send). Whatever comes of it comes through the stream."""
         name, request_id, epoch = message["client"], message["id"], message["epoch"]
-        self.outboxes.opened(name, request_id, epoch, clock.now())
+        if not self.outboxes.opened(name, request_id, epoch, clock.now()):
+            return
         if self.state != READY:
             self._deliver({name: [self._going_away(request_id, epoch, ERROR_DRAINING)]})
             return
@@ -185,13 +186,20 @@ class EngineNode:
                 self.outboxes.closed(client, request_id)
             self.thread.post(partial(self._abort, request_id, epoch))
 
-    async def renew(self, client: str, cursors: dict[str, int]) -> None:
-        """An ingress is alive and has tokens up to these cursors; what it waits for in vain is told in its stream."""
+    async def renew(
+        self, client: str, cursors: dict[str, int], epochs: dict[str, list[int]] | None = None
+    ) -> dict[str, Any]:
+        """An ingress is alive and has tokens up to these cursors; what it waits for in vain, under the epochs it knows,
+        is told in its stream.
+
+        The answer says for how long nobody has taken its outputs: a stream may be lost without a word to either end.
+        """
         now = clock.now()
-        for request_id in self.outboxes.acknowledge(client, cursors, now):
+        for request_id in self.outboxes.acknowledge(client, cursors, now, epochs):
             lost = error_output(request_id, [2**31, 0], UNKNOWN)
-            self.outboxes.clients[client].pending.append(lost)
+            self.outboxes.clients[client].queue(lost, now)
             self.wake(client)
+        return {"v": PROTOCOL_VERSION, "untaken_s": self.outboxes.untaken_s(client, now)}
 
     async def replay(self, client: str, cursors: dict[str, int]) -> list[Output]:
         """Outputs of requests from the given indices on."""
