@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["int", "float", "bool", "str", "list", "json"]
+Kind = Literal["int", "float", "bool", "str", "list", "json", "file"]  # file: a path, or what it holds as a mapping
 
 UNSET: Any = object()
 TRUE = {"true", "1", "yes", "on"}
@@ -78,6 +78,8 @@ class Option:
                 value = _items(name, value)
             case "json":
                 value = _json(name, value)
+            case "file":
+                value = dict(value) if isinstance(value, Mapping) else _text(name, value)
         if self.choices:
             value = self._choose(name, value)
         self._check_range(name, value)

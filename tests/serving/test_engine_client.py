@@ -11,7 +11,7 @@ import pytest
 
 from engine.config import EngineConfig
 from llumnix.load import READY, LoadReport
-from serving import engine_client
+from serving import dispatch
 from serving.engine_client import EngineClient
 
 SOON = 5.0
@@ -84,7 +84,7 @@ class FakeManager:
         self.known: list[list[str]] = []
         self.view = Method(self._view)
 
-    async def _view(self, version: int, known: list[str]) -> dict[str, Any]:
+    async def _view(self, version: int, known: list[str], settings_version: int) -> dict[str, Any]:
         await asyncio.sleep(0.01)
         self.version += 1
         self.known.append(known)
@@ -195,7 +195,7 @@ async def test_an_effect_that_fails_takes_no_other_along(monkeypatch: pytest.Mon
         engine.add = Method(with_a_stranger)
         assert await harness.generate("r") == [50, 51, 52]
         engine.add = Method(add)
-        calls = fails_once(monkeypatch, engine_client, "choose_engine")
+        calls = fails_once(monkeypatch, dispatch, "choose")
         assert await harness.generate("s") == [50, 51, 52] and len(calls) == 2
 
 
