@@ -60,12 +60,13 @@ class ClusterView:
     def view(self, now: float, known: Collection[str] = ()) -> dict[str, Any]:
         """What ingresses follow: {"v", "version", "engines": {id: {"actor", "report", "silent_s"}}}.
 
-        Actors are large to send: they are None for the engines that the ingress knows already.
+        Actors are large to send: they are None for the engines that the ingress knows already. What could move is
+        nothing to ingresses.
         """
         engines = {
             name: {
                 "actor": None if name in known else member.actor,
-                "report": member.report.to_message(),
+                "report": {**member.report.to_message(), "movable": ()},
                 "silent_s": now - member.heard,
             }
             for name, member in self.members.items()

@@ -77,10 +77,10 @@ class Rescheduler:
             self.moves.append(result)
         return moves
 
-    def downtime(self, request_id: str, epoch: list[int], seconds: float) -> str | None:
+    def downtime(self, request_id: str, epoch: Iterable[int], seconds: float) -> str | None:
         """What an ingress saw of a move: its last token before to its first after. Returns the cause."""
         for move in reversed(self.moves):
-            if move["request_id"] == request_id and move["epoch"] == epoch:
+            if move["request_id"] == request_id and move["epoch"] == list(epoch):
                 move["downtime_ms"] = 1e3 * seconds
                 return str(move["cause"])
         return None

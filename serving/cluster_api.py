@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from serving.openai.errors import APIError, bad_request, shown, unavailable
+from serving.openai.errors import APIError, bad_request, shown
 
 
 def parse_move(body: bytes) -> tuple[str, str]:
@@ -31,6 +31,4 @@ def move_error(answer: dict[str, Any]) -> APIError:
     message = answer["message"]
     if answer["error"] == "not_found":
         return APIError(404, message, code="not_found")
-    if answer["error"] == "unavailable":
-        return unavailable(message, 1.0)
     return APIError(409, message, code="conflict")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -61,7 +62,7 @@ class Manager:
         self.sources: dict[str, tuple[float, list[Family]]] = {}  # process -> when, its metrics
         self.changed = asyncio.Event()
         self.downtimes = Downtimes()
-        self.early: list[tuple[float, tuple[str, list[int], float]]] = []  # downtimes of moves not known to be over
+        self.early: list[tuple[float, tuple[str, Iterable[int], float]]] = []  # downtimes of moves not known to be over
         self.tasks: set[asyncio.Task[Any]] = set()
         self.pairing: asyncio.Task[Any] | None = None
 
@@ -95,7 +96,7 @@ class Manager:
             answer["settings_version"] = self.settings_version
         return answer
 
-    async def downtime(self, moves: list[tuple[str, list[int], float]]) -> None:
+    async def downtime(self, moves: list[tuple[str, Iterable[int], float]]) -> None:
         """What an ingress saw of moves: (request, epoch after it, seconds between two tokens)."""
         self.early += [(clock.now(), seen) for seen in moves]
         self._match_downtimes()

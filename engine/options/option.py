@@ -79,7 +79,7 @@ class Option:
             case "json":
                 value = _json(name, value)
             case "file":
-                value = dict(value) if isinstance(value, Mapping) else _text(name, value)
+                value = _file(name, value)
         if self.choices:
             value = self._choose(name, value)
         self._check_range(name, value)
@@ -148,6 +148,14 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
         raise ConfigError(f"--{name} is {value!r}, must be a text")
     return str(value)
+
+
+def _file(name: str, value: Any) -> str | dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, str | os.PathLike) or value == "":
+        raise ConfigError(f"--{name} is {value!r}, must be the path of a file, or a mapping")
+    return os.fspath(value)
 
 
 def _items(name: str, value: Any) -> tuple[str, ...]:
