@@ -97,7 +97,13 @@ def build_engine(
     )
     key = f"{weights_id(path)}:{fmt.key()}:{numerics}"
     engine = Engine(
-        ModelRunner(model, kv), pool, scheduling, vocab_size=model_config.vocab_size, seed=config.seed, compat_key=key
+        ModelRunner(model, kv),
+        pool,
+        scheduling,
+        vocab_size=model_config.vocab_size,
+        seed=config.seed,
+        compat_key=key,
+        reproducible=config.batch_invariant and dtype != torch.float32 and numerics != "torch",
     )
     where = f"cores {','.join(map(str, cores))}" if cores else "not pinned"
     logger.info(

@@ -124,7 +124,11 @@ class EngineConfig:
         "bool", True, "long prompts are computed in chunks", group="step", negations=("no_enable_chunked_prefill",)
     )
     scheduling_policy: str = option(
-        "str", "fcfs", "queue order; priority: lower value first", group="step", choices=("fcfs", "priority")
+        "str",
+        "fcfs",
+        "queue order; priority: lower value first, and one lower for each quarter of max_queue_time in the queue",
+        group="step",
+        choices=("fcfs", "priority"),
     )
     scheduler_delay_factor: float = option(
         "float", 0.0, "wait this share of the last prompt's latency before the next prompt", group="step", low=0.0

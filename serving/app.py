@@ -22,7 +22,9 @@ def build(args: AppArgs) -> serve.Application:
     """Ingress -> engines, with the manager beside them. Its user_config may change while everything runs."""
     config = args.config
     values: dict[str, Any] = config.to_dict()
-    manager = Manager.options(user_config=user_config(config)).bind()  # type: ignore[attr-defined]
+    manager = Manager.options(  # type: ignore[attr-defined]
+        user_config=user_config(config)
+    ).bind(config.log_level)
     engines = EngineReplica.options(  # type: ignore[attr-defined]
         num_replicas=config.num_replicas,
         placement_group_bundles=[{"CPU": cpus_per_replica(config)}],

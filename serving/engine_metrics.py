@@ -25,6 +25,9 @@ COUNTERS = {
         "reservations_expired",
     ),
     "ferry_prefix_cache_evictions": ("cached blocks that were overwritten", "evictions"),
+    "ferry_verified": ("moved or resumed requests that were run again and compared", "verified"),
+    "ferry_verify_mismatches": ("of those, requests with a token that differs: must be 0", "verify_mismatches"),
+    "ferry_verify_skipped": ("of the sample, requests for which there was never the time", "verify_skipped"),
 }
 
 

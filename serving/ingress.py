@@ -131,8 +131,9 @@ class Ingress:
         return answer
 
     async def info(self) -> dict[str, Any]:
-        """This ingress: its name towards the engines, its process, its open requests."""
-        return {"name": self.client.name, "pid": os.getpid(), "open": len(self.client.tracker.requests)}
+        """This ingress: its name towards the engines, its process, its open requests, how many it started again."""
+        tracker = self.client.tracker
+        return {"name": self.client.name, "pid": os.getpid(), "open": len(tracker.requests), "resumed": tracker.resumed}
 
     # -- HTTP ---------------------------------------------------------------------------------------------------
 

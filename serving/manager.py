@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -19,14 +20,15 @@ from zlib import crc32
 from ray import serve
 
 from engine.config import ConfigError
-from llumnix.load import MIXED, PROTOCOL_VERSION, READY
+from llumnix.load import DRAINING, MIXED, PROTOCOL_VERSION, READY
 from llumnix.manager import GONE_S, ClusterView, Member
-from llumnix.policies.choice import OPERATOR
+from llumnix.policies.choice import DRAIN, OPERATOR
 from llumnix.policies.roles import assign
 from llumnix.rescheduler import COMMAND_TIMEOUT_S, Command, Rescheduler
 from llumnix.settings import DEFAULTS, LlumnixSettings, parse_ratio
 from llumnix.transfer import KVTransfer
 from serving import clock
+from serving.logs import configure_logging
 from serving.metrics import Family, render
 from serving.move_metrics import Downtimes, move_families
 from serving.rescheduling import parse_user_config
@@ -37,6 +39,8 @@ POLL_S = 1.0
 SNAPSHOT_TIMEOUT_S = 1.0
 REQUEST_KEYS = ("id", "status", "priority", "tokens")  # of a request in /cluster
 LOGGED = ("request_id", "source", "destination", "cause", "mechanism", "outcome", "reason", "duration_ms", "held_ms")
+GAPS_S = 2.0  # after a drain, until its ingresses have told of the gaps they saw
+KEPT_DRAINS = 50
 GATHER_S = 0.05  # between answers to an ingress: changes that come meanwhile are answered together
 
 
@@ -51,7 +55,8 @@ GATHER_S = 0.05  # between answers to an ingress: changes that come meanwhile ar
     health_check_timeout_s=5,
 )
 class Manager:
-    def __init__(self) -> None:
+    def __init__(self, log_level: str = "INFO") -> None:
+        configure_logging(log_level)
         self.cluster = ClusterView(started=time.monotonic())
         self.rescheduler = Rescheduler(replace(DEFAULTS, enable_moves=False))
         self.settings_version = _version(self.rescheduler.settings)
@@ -65,6 +70,8 @@ class Manager:
         self.early: list[tuple[float, tuple[str, Iterable[int], float]]] = []  # downtimes of moves not known to be over
         self.tasks: set[asyncio.Task[Any]] = set()
         self.pairing: asyncio.Task[Any] | None = None
+        self.urgent = asyncio.Event()  # a round is due at once
+        self.drains: deque[dict[str, Any]] = deque(maxlen=KEPT_DRAINS)  # receipts
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """`user_config`: {"llumnix": settings, "kv_transfer": how KV travels}, in both what differs from the defaults;
@@ -86,7 +93,10 @@ class Manager:
         if self.pairing is None:  # whoever reports first finds a running loop
             self.pairing = asyncio.get_running_loop().create_task(self._pair())
         before = self.cluster.version
+        drained_before = self._drains(message["engine"])
         answer = self.cluster.on_report(message, clock.now())
+        if not drained_before and self._drains(message["engine"]):
+            self.urgent.set()
         if "metrics" in message:
             self._take_metrics(message["engine"], message["metrics"])
         self._notify(before)
@@ -95,6 +105,19 @@ class Manager:
             answer["settings"] = self.rescheduler.settings.to_message()
             answer["settings_version"] = self.settings_version
         return answer
+
+    async def drained(self, receipt: dict[str, Any]) -> None:
+        """An engine is empty and about to end; see EngineNode.drain."""
+        before = self.cluster.version
+        self.cluster.on_gone(receipt["engine"])
+        self._notify(before)
+        self._spawn(self._log_receipt(receipt))
+
+    async def _log_receipt(self, receipt: dict[str, Any]) -> None:
+        await asyncio.sleep(GAPS_S)
+        receipt = {**receipt, **self.rescheduler.receipt(receipt["engine"]), "at": time.time()}
+        self.drains.append(receipt)
+        logger.info("%s", receipt_line(receipt))
 
     async def downtime(self, moves: list[tuple[str, Iterable[int], float]]) -> None:
         """What an ingress saw of moves: (request, epoch after it, seconds between two tokens)."""
@@ -181,6 +204,7 @@ class Manager:
             "settings": self.rescheduler.settings.to_message(),
             "settings_error": self.settings_error,
             "kv_transfer": self.transfer.to_message(),
+            "drains": list(self.drains),
         }
         return snapshot
 
@@ -189,19 +213,31 @@ class Manager:
     async def _pair(self) -> None:
         seen = -1
         while True:
-            await asyncio.sleep(self.rescheduler.settings.pairing_interval_s)
+            await self._until_next_round()
             try:
                 now = clock.now()
-                if self.cluster.version == seen and not self.rescheduler.open:
+                urgent = self.urgent.is_set()
+                self.urgent.clear()
+                if self.cluster.version == seen and not self.rescheduler.open and not urgent:
                     continue
                 seen = self.cluster.version
                 self._assign_roles()
                 for command in self.rescheduler.round(self.cluster.reports(now), now):
-                    task = asyncio.get_running_loop().create_task(self._carry_out(command, {}))
-                    self.tasks.add(task)
-                    task.add_done_callback(self.tasks.discard)
+                    self._spawn(self._carry_out(command, {}))
             except Exception:
                 logger.exception("a round of pairing failed")
+
+    async def _until_next_round(self) -> None:
+        """An interval, or a quarter of it when something is urgent: rounds never follow each other without pause."""
+        interval = self.rescheduler.settings.pairing_interval_s
+        await asyncio.sleep(interval / 4)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.urgent.wait(), 3 * interval / 4)
+
+    def _drains(self, engine: str) -> bool:
+        """An engine is known to drain and to have requests to give."""
+        member = self.cluster.members.get(engine)
+        return member is not None and member.report.state == DRAINING and bool(member.report.movable)
 
     def _assign_roles(self) -> None:
         live = {m.report.engine: m.report.role for m in self.cluster.members.values() if m.report.state == READY}
@@ -220,6 +256,7 @@ class Manager:
                 "cause": command.cause,
                 "count": command.count,
                 "max_blocks": command.max_blocks,
+                "waiting": command.waiting,
                 "prefill_tokens_per_s": destination.report.prefill_tokens_per_s,
                 "settings": self.rescheduler.settings.to_message(),
                 **self.transfer.to_message(),
@@ -231,6 +268,8 @@ class Manager:
                 logger.warning("engine %s did not carry out a move: %s", command.source, type(error).__name__)
         moves = self.rescheduler.done(command, results, time.time())
         self._match_downtimes()
+        if command.cause == DRAIN:
+            self.urgent.set()
         for move in moves:
             logger.info("move %s", {key: move[key] for key in LOGGED})
         return moves
@@ -260,10 +299,25 @@ class Manager:
         for name in [name for name, (when, _) in self.sources.items() if now - when > GONE_S]:
             del self.sources[name]
 
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
     def _notify(self, before: int) -> None:
         if self.cluster.version != before:
             self.changed.set()
             self.changed = asyncio.Event()
+
+
+def receipt_line(receipt: dict[str, Any]) -> str:
+    """The one line that says what a drain did and cost."""
+    worst = receipt["worst_gap_ms"]
+    gap = "unknown" if worst is None else f"{worst:.1f} ms"
+    return (
+        f"engine {receipt['engine']} drained in {receipt['seconds']:.2f} s: {receipt['moved']} requests moved "
+        f"(worst gap {gap}), {receipt['resumed']} resumed elsewhere, {receipt['finished']} finished here"
+    )
 
 
 def for_people(move: dict[str, Any]) -> dict[str, Any]:

@@ -56,12 +56,13 @@ class MoveOptions:
     """How moves are done; from the manager's settings."""
 
     mechanism: Mechanism = Mechanism.LIVE
-    chunk_bytes: int = 8 << 20
+    chunk_bytes: int = 4 << 20
     max_stages: int = 4
     last_stage_blocks: int = 1
     transfer_timeout_s: float = 10.0
     bytes_per_s: float = 0.0  # 0: no limit
     compression: str = NONE
+    use_cached: bool = True  # blocks that the destination has in its cache are not sent
 
 
 @dataclass
@@ -91,6 +92,8 @@ class MoveSource:
         self.moves: dict[str, Move] = {}  # by request
         self.bytes_per_s = 0.0  # of the last transfer
         self.call_s = 0.0  # of the last call without blocks
+        self.moved = 0  # requests that are elsewhere now
+        self.lost = 0  # let go of for a move that failed: their ingresses start them again
         self._attempts = count()
 
     async def give(self, command: dict[str, Any]) -> list[dict[str, Any]]:
@@ -109,7 +112,7 @@ class MoveSource:
             if "request_id" in command:
                 chosen = next((c for c in candidates if c.id == command["request_id"]), None)
             else:
-                able = [c for c in candidates if c.id not in self.moves]
+                able = [c for c in candidates if c.id not in self.moves and (c.waiting or not command.get("waiting"))]
                 chosen = choose(able, command["max_blocks"], settings, self.node.engine.clock(), cause)
             if chosen is None:
                 break
@@ -121,6 +124,7 @@ class MoveSource:
                 settings.transfer_timeout_s,
                 settings.bandwidth_mb_per_s * 1e6,
                 transfer.compression,
+                command.get("use_cached", True),
             )
             result = await self.move(chosen.id, destination, actor, options)
             results.append(result | {"cause": cause})
@@ -187,7 +191,8 @@ class MoveSource:
                 tokens = await self.node.thread.call(partial(self._tokens, move.request_id))
                 if tokens is None:
                     return machine.gone()
-                message = {**self._head(move), "num_blocks": num_blocks, "tokens": tokens}
+                message = {**self._head(move), "num_blocks": num_blocks}
+                message["tokens"] = tokens if move.options.use_cached else []
                 asked = clock.now()
                 reply = await self._ask(move, move.actor.reserve.remote, message)
                 self.call_s = clock.now() - asked
@@ -283,6 +288,10 @@ class MoveSource:
         if end.outcome is Outcome.ABORTED:
             self.node.thread.post(partial(self._stay, move.request_id))
             return
+        if end.outcome is Outcome.MOVED:
+            self.moved += 1
+        else:
+            self.lost += 1
         resume, moved = move.record["epoch"]
         self.node.thread.post(partial(self.node.engine.abort, move.request_id, (resume, moved)))
         client = move.record["client"]

@@ -36,16 +36,27 @@ class Reporter:
         self.on_answer = on_answer
         self.actor: Any = None
         self.sequence = 0
+        self.silent = False  # nothing is reported any more
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
         self._changed.set()
 
+    async def drained(self, receipt: dict[str, Any]) -> None:
+        """The last words of an engine that is about to end: its load matters no more, its receipt does."""
+        self.silent = True
+        if self.manager is None:
+            return
+        try:
+            await asyncio.wait_for(self.manager.drained.remote(receipt), CALL_TIMEOUT_S)
+        except Exception as error:
+            logger.warning("drained, and no answer from the manager (%s): %s", type(error).__name__, receipt)
+
     async def run(self) -> None:
         known = False
         metrics_at = 0.0
         sent: list[Any] | None = None
-        while self.manager is not None:
+        while self.manager is not None and not self.silent:
             self._changed.clear()
             self.sequence += 1
             try:
