@@ -206,6 +206,23 @@ class EngineConfig:
         "int", 3, "times a request is started again after its engine died", group="service", low=0
     )
 
+    # Rescheduling: what is inside the last two is checked by serving/rescheduling.py
+    enable_llumnix: bool = option(
+        "bool",
+        False,
+        "requests move between engines while they run; without it only away from an engine that goes away",
+        group="rescheduling",
+        flag=True,
+    )
+    llumnix_config: str | dict[str, Any] | None = option(
+        "file", None, "YAML file with the settings below, or in a configuration file the settings themselves",
+        group="rescheduling", default_text="the defaults below",
+    )  # fmt: skip
+    kv_transfer_config: dict[str, Any] | None = option(
+        "json", None, "how the KV of a moving request travels, keys below", group="rescheduling",
+        default_text="the defaults below",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         if self.model is None:
             raise ConfigError("--model is missing, must be a directory, a .gguf file, a hub name or demo:smollm2")

@@ -19,6 +19,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineStats
 from engine.event import Event
+from engine.request import Status
 from engine.sampling.params import SamplingParams
 from engine.scheduler import QueueFull
 from engine.verification import sampled
@@ -101,6 +102,7 @@ class EngineNode:
         self.engine = engine
         self.compat_key, self.max_model_len = engine.compat_key, engine.scheduler.max_length
         self.block_bytes = engine.executor.read_blocks([0]).shape[1]
+        self._apply_settings()
         self.state, self.phase = READY, ""
         self.reporter.changed()
         return {"pid": os.getpid(), "engine": self.id, "max_model_len": self.max_model_len}
@@ -285,7 +287,7 @@ class EngineNode:
         return [
             {
                 "id": r.id,
-                "status": r.status.value,
+                "status": Status.HELD.value if r.id in self.giving.moves else r.status.value,
                 "priority": r.priority,
                 "tokens": len(r.tokens),
                 "blocks": len(r.blocks),
@@ -314,8 +316,8 @@ class EngineNode:
         """What a load report says beside the stats."""
         candidates = movable(engine, all_of_them=self.state == DRAINING)
         self.movable = listed(candidates, self.settings, engine.clock(), DRAIN if self.state == DRAINING else BALANCE)
-        if self.settings.dispatch_policy in CACHE_AWARE:
-            self.prefix = summarise(engine.scheduler.pool.recent(SUMMARY_BYTES // 5))
+        looks = self.settings.dispatch_policy in CACHE_AWARE
+        self.prefix = summarise(engine.scheduler.pool.recent(SUMMARY_BYTES // 5)) if looks else ""
 
     def _look_again(self) -> None:
         """A draining engine has other requests to report than a ready one; it says so without waiting for a step."""
@@ -413,10 +415,15 @@ class EngineNode:
         """What the manager says to a report: this engine's role, and the settings when they are new."""
         self.role = answer.get("role", self.role)
         if "settings" in answer:
-            self.settings, self.settings_version = (
-                LlumnixSettings.of_message(answer["settings"]),
-                answer["settings_version"],
-            )
+            self.settings = LlumnixSettings.of_message(answer["settings"])
+            self.settings_version = answer["settings_version"]
+            self._apply_settings()
+
+    def _apply_settings(self) -> None:
+        """What of the settings lives in the engine; one that still starts takes it when it is there."""
+        if hasattr(self, "engine"):
+            reservations = self.engine.scheduler.reservations
+            self.thread.post(partial(setattr, reservations, "seconds", self.settings.reservation_timeout_s))
 
 
 def _load(stats: EngineStats) -> dict[str, Any]:
