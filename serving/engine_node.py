@@ -104,7 +104,7 @@ class EngineNode:
         self.block_bytes = engine.executor.read_blocks([0]).shape[1]
         self._apply_settings()
         self.state, self.phase = READY, ""
-        self.reporter.changed()
+        self.reporter.changed(urgent=True)
         return {"pid": os.getpid(), "engine": self.id, "max_model_len": self.max_model_len}
 
     def _build(self) -> Engine:
@@ -139,7 +139,7 @@ class EngineNode:
         self.state = DRAINING
         self.closing = self.closing or closing
         self.drain_until = min(self.drain_until, clock.now() + deadline_s)
-        self.reporter.changed()
+        self.reporter.changed(urgent=True)
         if self.draining is None:
             self.draining = self.spawn(self._drain())
         return await asyncio.shield(self.draining)
@@ -335,7 +335,7 @@ class EngineNode:
         for name, client in self.outboxes.clients.items():
             lost = [error_output(request_id, epoch, FAILED, self.failed) for request_id, epoch in client.open.items()]
             self._deliver({name: lost})
-        self.reporter.changed()
+        self.reporter.changed(urgent=True)
 
     def _deliver(self, by_client: dict[str, list[Output]]) -> None:
         now = clock.now()

@@ -25,7 +25,6 @@ class Client:
     newest: dict[str, list[int]] = field(default_factory=dict)  # requests with a history -> highest epoch seen
     ended: dict[str, float] = field(default_factory=dict)  # requests with one -> when
 
-
     def queue(self, output: Output, now: float) -> None:
         if not self.pending:
             self.taken = now

@@ -151,7 +151,11 @@ class Cluster:
         if not process.alive:
             return
         self.network.crash(name)
-        for table, add in ((self.nodes, self.add_engine), (self.clients, self.add_ingress), (self.managers, self.add_manager)):
+        for table, add in (
+            (self.nodes, self.add_engine),
+            (self.clients, self.add_ingress),
+            (self.managers, self.add_manager),
+        ):
             if table.pop(name, None) is not None and self.shape.replaced:  # type: ignore[attr-defined]
                 delay = self.random.uniform(0.2, 1.0) if back_after_s is None else back_after_s
                 self.later(delay, add)

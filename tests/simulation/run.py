@@ -116,8 +116,12 @@ class Run:
             copy_s=random.choice((0.001, 0.02)),
             lease_s=random.choice((2.0, 4.0)),
             policy=random.choice(("fcfs", "priority")),
-            compat_keys=tuple("abcdefgh"[i % engines if len(unequal) == 1 and "drain_without_destination" in unequal else i % 2]
-                for i in range(8)) if unequal else ("kv",),
+            compat_keys=tuple(
+                "abcdefgh"[i % engines if len(unequal) == 1 and "drain_without_destination" in unequal else i % 2]
+                for i in range(8)
+            )
+            if unequal
+            else ("kv",),
             newer=newer,
             settings=settings,
         )
