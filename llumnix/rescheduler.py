@@ -31,6 +31,16 @@ class Command:
     count: int
     max_blocks: int
     issued: float
+    waiting: bool = False  # only queued requests
+
+
+@dataclass
+class Drained:
+    """What the moves away from an engine that drains have cost so far."""
+
+    failed: int = 0  # moves that did not happen; their requests were moved by another one, or ended
+    gaps: int = 0  # moves of which the gap is known
+    worst_gap_ms: float = 0.0
 
 
 @dataclass
@@ -40,6 +50,7 @@ class Rescheduler:
     moves: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_MOVES))
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # (cause, outcome)
     totals: Counter[str] = field(default_factory=Counter)  # blocks_sent, blocks_skipped, bytes, stages
+    drains: dict[str, Drained] = field(default_factory=dict)  # by engine
     rounds: int = 0
     _numbers: int = 0
 
@@ -55,40 +66,58 @@ class Rescheduler:
         commands = []
         for made in pair(reports, self.settings, busy):
             count = BATCH if made.cause in (DRAIN, HANDOVER) else 1
-            command = self.command(made.source, made.destination, made.cause, count, made.max_blocks, now)
-            commands.append(command)
+            commands.append(
+                self.command(made.source, made.destination, made.cause, count, made.max_blocks, now, made.waiting)
+            )
         return commands
 
-    def command(self, source: str, destination: str, cause: str, count: int, max_blocks: int, now: float) -> Command:
+    def command(
+        self,
+        source: str,
+        destination: str,
+        cause: str,
+        count: int,
+        max_blocks: int,
+        now: float,
+        waiting: bool = False,
+    ) -> Command:
         """A command of its own number; the engines are busy until `done`."""
         self._numbers += 1
-        command = Command(self._numbers, source, destination, cause, count, max_blocks, now)
+        command = Command(self._numbers, source, destination, cause, count, max_blocks, now, waiting)
         self.open[command.number] = command
         return command
 
-    def done(self, command: Command, results: Iterable[dict[str, Any]], at: float) -> None:
-        """What a source did. `at`: seconds since the epoch, for people."""
+    def done(self, command: Command, results: Iterable[dict[str, Any]], at: float) -> list[dict[str, Any]]:
+        """What a source did; returns the moves as the history keeps them. `at`: seconds since the epoch, for people."""
         self.open.pop(command.number, None)
-        for result in results:
+        moves = [{**result, "downtime_ms": None, "at": at} for result in results]
+        for result in moves:
             self.counts[result["cause"], result["outcome"]] += 1
             for name in ("blocks_sent", "blocks_skipped", "bytes", "stages"):
                 self.totals[name] += result[name]
-            self.moves.append({**result, "downtime_ms": None, "at": at})
+            self.moves.append(result)
+            if result["cause"] == DRAIN:
+                drained = self.drains.setdefault(result["source"], Drained())
+                drained.failed += result["outcome"] != "moved"
+        return moves
 
-    def downtime(self, request_id: str, epoch: list[int], seconds: float) -> str | None:
+    def downtime(self, request_id: str, epoch: Iterable[int], seconds: float) -> str | None:
         """What an ingress saw of a move: its last token before to its first after. Returns the cause."""
         for move in reversed(self.moves):
-            if move["request_id"] == request_id and move["epoch"] == epoch:
+            if move["request_id"] == request_id and move["epoch"] == list(epoch):
                 move["downtime_ms"] = 1e3 * seconds
+                if move["cause"] == DRAIN and move["source"] in self.drains:
+                    drained = self.drains[move["source"]]
+                    drained.gaps += 1
+                    drained.worst_gap_ms = max(drained.worst_gap_ms, 1e3 * seconds)
                 return str(move["cause"])
         return None
 
     def receipt(self, engine: str) -> dict[str, Any]:
-        """What became of the requests of an engine that has drained."""
-        moves = [move for move in self.moves if move["source"] == engine and move["cause"] == DRAIN]
-        gaps = [move["downtime_ms"] for move in moves if move["downtime_ms"] is not None]
+        """What the moves of an engine that has drained have cost, to be asked once."""
+        drained = self.drains.pop(engine, Drained())
         return {
-            "moved": sum(move["outcome"] == "moved" for move in moves),
-            "failed": sum(move["outcome"] != "moved" for move in moves),
-            "worst_gap_ms": max(gaps, default=0.0),
+            "moves_failed": drained.failed,
+            "gaps_seen": drained.gaps,
+            "worst_gap_ms": drained.worst_gap_ms if drained.gaps else None,
         }

@@ -12,16 +12,19 @@ from serving.config import AppArgs
 from serving.ingress import Ingress
 from serving.manager import Manager
 from serving.replica import EngineReplica
+from serving.rescheduling import user_config
 
 APP_NAME = "llm"
 DRAIN_MARGIN_S = 10.0
 
 
 def build(args: AppArgs) -> serve.Application:
-    """Ingress -> engines, with the manager beside them."""
+    """Ingress -> engines, with the manager beside them. Its user_config may change while everything runs."""
     config = args.config
     values: dict[str, Any] = config.to_dict()
-    manager = Manager.bind()  # type: ignore[attr-defined]
+    manager = Manager.options(  # type: ignore[attr-defined]
+        user_config=user_config(config)
+    ).bind(config.log_level)
     engines = EngineReplica.options(  # type: ignore[attr-defined]
         num_replicas=config.num_replicas,
         placement_group_bundles=[{"CPU": cpus_per_replica(config)}],

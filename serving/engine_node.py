@@ -19,8 +19,10 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineStats
 from engine.event import Event
+from engine.request import Status
 from engine.sampling.params import SamplingParams
 from engine.scheduler import QueueFull
+from engine.verification import sampled
 from llumnix.load import DRAINING, MIXED, READY, STARTING, SUMMARY_BYTES, LoadReport, Movable, summarise
 from llumnix.policies.choice import BALANCE, DRAIN, listed
 from llumnix.policies.dispatch import CACHE_AWARE
@@ -69,6 +71,8 @@ class EngineNode:
         self.max_model_len = 0
         self.failed = ""
         self.closing = False
+        self.drain_until = float("inf")
+        self.draining: asyncio.Task[dict[str, Any]] | None = None
         self.tasks: set[asyncio.Task[Any]] = set()
         self.reporter = Reporter(manager, self._report, self._on_answer)
         self.role = MIXED
@@ -98,8 +102,9 @@ class EngineNode:
         self.engine = engine
         self.compat_key, self.max_model_len = engine.compat_key, engine.scheduler.max_length
         self.block_bytes = engine.executor.read_blocks([0]).shape[1]
+        self._apply_settings()
         self.state, self.phase = READY, ""
-        self.reporter.changed()
+        self.reporter.changed(urgent=True)
         return {"pid": os.getpid(), "engine": self.id, "max_model_len": self.max_model_len}
 
     def _build(self) -> Engine:
@@ -124,28 +129,44 @@ class EngineNode:
         """Never answers; whoever waits for it hears of this process's death at once."""
         await asyncio.Event().wait()
 
-    async def drain(self, deadline_s: float, closing: bool = False) -> int:
-        """Take nothing new, let what runs finish for deadline_s, then end the rest: with a retryable error, unless
-        the whole application is `closing` and there is nowhere to try again.
+    async def drain(self, deadline_s: float, closing: bool = False) -> dict[str, Any]:
+        """Take nothing new, give away what others take, let the rest run for deadline_s, then end it: with a
+        retryable error, unless the whole application is `closing` and there is nowhere to try again.
 
-        Returns how many requests were ended. A later call with a shorter deadline shortens the wait.
+        A later call with a shorter deadline shortens the wait. Returns what became of the requests that were here:
+        {"engine", "moved", "resumed" (ended early, for their ingress to start elsewhere), "finished", "seconds"}.
         """
         self.state = DRAINING
         self.closing = self.closing or closing
-        self.reporter.changed()
-        self.drain_until = min(getattr(self, "drain_until", float("inf")), clock.now() + deadline_s)
+        self.drain_until = min(self.drain_until, clock.now() + deadline_s)
+        self.reporter.changed(urgent=True)
+        if self.draining is None:
+            self.draining = self.spawn(self._drain())
+        return await asyncio.shield(self.draining)
+
+    async def _drain(self) -> dict[str, Any]:
+        started, here, left = clock.now(), self._open(), 0
+        adopted, moved, lost = self.taking.adopted, self.giving.moved, self.giving.lost
+        if here and not self.failed:
+            self.thread.post(self._look_again)
         while self._open() and clock.now() < self.drain_until and not self.failed:
-            await asyncio.sleep(0.05)
-        left = [
-            (name, request_id, epoch)
-            for name, client in self.outboxes.clients.items()
-            for request_id, epoch in list(client.open.items())
-        ]
-        for name, request_id, epoch in left:
-            self.thread.post(partial(self._abort, request_id, epoch))
-            self._deliver({name: [self._going_away(request_id, epoch, DRAINED)]})
-        await asyncio.sleep(0.2 if left else 0.0)  # let the streams carry the last outputs
-        return len(left)
+            await asyncio.sleep(0.02)
+        for name, client in self.outboxes.clients.items():
+            for request_id, epoch in list(client.open.items()):
+                self.thread.post(partial(self._abort, request_id, epoch))
+                self._deliver({name: [self._going_away(request_id, epoch, DRAINED)]})
+                left += 1
+        if here:
+            await asyncio.sleep(0.2)  # let the streams carry the last outputs
+        here += self.taking.adopted - adopted
+        moved, left = self.giving.moved - moved, left + self.giving.lost - lost
+        if self.failed:
+            left = here - moved
+        receipt = {"engine": self.id, "moved": moved, "resumed": left, "finished": here - moved - left}
+        receipt["seconds"] = clock.now() - started
+        if here and not self.closing:  # else the manager goes too
+            await self.reporter.drained(receipt)
+        return receipt
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -164,7 +185,7 @@ class EngineNode:
         for request_id, epoch in requests:
             known = self.outboxes.clients.get(client)
             if known is None or known.open.get(request_id, epoch) <= epoch:
-                self.outboxes.closed(client, request_id)
+                self.outboxes.closed(client, request_id, clock.now())
             self.thread.post(partial(self._abort, request_id, epoch))
 
     async def renew(
@@ -266,7 +287,7 @@ class EngineNode:
         return [
             {
                 "id": r.id,
-                "status": r.status.value,
+                "status": Status.HELD.value if r.id in self.giving.moves else r.status.value,
                 "priority": r.priority,
                 "tokens": len(r.tokens),
                 "blocks": len(r.blocks),
@@ -280,14 +301,28 @@ class EngineNode:
         by_client: dict[str, list[Output]] = defaultdict(list)
         for event in events:
             by_client[event.request.client].append(output_of(event))
+            self._verify(event)
         self.loop.call_soon_threadsafe(self._deliver, by_client)
+
+    def _verify(self, event: Event) -> None:
+        """Have a sample of what moved or was resumed run again when there is nothing else to do."""
+        request = event.request
+        if event.finish_reason is None or request.epoch == (0, 0) or not self.engine.reproducible:
+            return
+        if sampled(request.id, self.settings.verify_moves):
+            self.engine.verifier.offer(request)
 
     def _on_look(self, engine: Engine) -> None:
         """What a load report says beside the stats."""
         candidates = movable(engine, all_of_them=self.state == DRAINING)
         self.movable = listed(candidates, self.settings, engine.clock(), DRAIN if self.state == DRAINING else BALANCE)
-        if self.settings.dispatch_policy in CACHE_AWARE:
-            self.prefix = summarise(engine.scheduler.pool.recent(SUMMARY_BYTES // 5))
+        looks = self.settings.dispatch_policy in CACHE_AWARE
+        self.prefix = summarise(engine.scheduler.pool.recent(SUMMARY_BYTES // 5)) if looks else ""
+
+    def _look_again(self) -> None:
+        """A draining engine has other requests to report than a ready one; it says so without waiting for a step."""
+        self._on_look(self.engine)
+        self.loop.call_soon_threadsafe(self.reporter.changed)
 
     def _on_failure(self, error: BaseException) -> None:
         self.failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -300,7 +335,7 @@ class EngineNode:
         for name, client in self.outboxes.clients.items():
             lost = [error_output(request_id, epoch, FAILED, self.failed) for request_id, epoch in client.open.items()]
             self._deliver({name: lost})
-        self.reporter.changed()
+        self.reporter.changed(urgent=True)
 
     def _deliver(self, by_client: dict[str, list[Output]]) -> None:
         now = clock.now()
@@ -318,10 +353,11 @@ class EngineNode:
         """An ingress reads this engine's outputs."""
         return client in self.wakeups and client in self.outboxes.clients
 
-    def spawn(self, coroutine: Any) -> None:
+    def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        return task
 
     def _item(self, outputs: list[Output], renew: bool = False) -> dict[str, Any]:
         item: dict[str, Any] = {"v": PROTOCOL_VERSION, "engine": self.id, "outputs": outputs}
@@ -379,10 +415,15 @@ class EngineNode:
         """What the manager says to a report: this engine's role, and the settings when they are new."""
         self.role = answer.get("role", self.role)
         if "settings" in answer:
-            self.settings, self.settings_version = (
-                LlumnixSettings.of_message(answer["settings"]),
-                answer["settings_version"],
-            )
+            self.settings = LlumnixSettings.of_message(answer["settings"])
+            self.settings_version = answer["settings_version"]
+            self._apply_settings()
+
+    def _apply_settings(self) -> None:
+        """What of the settings lives in the engine; one that still starts takes it when it is there."""
+        if hasattr(self, "engine"):
+            reservations = self.engine.scheduler.reservations
+            self.thread.post(partial(setattr, reservations, "seconds", self.settings.reservation_timeout_s))
 
 
 def _load(stats: EngineStats) -> dict[str, Any]:

@@ -37,9 +37,10 @@ from llumnix.policies.choice import choose
 from llumnix.policies.mechanism import QUEUE, RECOMPUTE, Costs
 from llumnix.policies.mechanism import choose as choose_mechanism
 from llumnix.settings import LlumnixSettings
+from llumnix.transfer import NONE, SYNC, KVTransfer
 from serving import clock
 from serving.messages import MOVE_FAILED, error_output, moved_output
-from serving.transport import NONE, encode, num_bytes
+from serving.transport import Payload, encode, num_bytes
 
 if TYPE_CHECKING:
     from serving.engine_node import EngineNode
@@ -91,6 +92,8 @@ class MoveSource:
         self.moves: dict[str, Move] = {}  # by request
         self.bytes_per_s = 0.0  # of the last transfer
         self.call_s = 0.0  # of the last call without blocks
+        self.moved = 0  # requests that are elsewhere now
+        self.lost = 0  # let go of for a move that failed: their ingresses start them again
         self._attempts = count()
 
     async def give(self, command: dict[str, Any]) -> list[dict[str, Any]]:
@@ -99,7 +102,7 @@ class MoveSource:
         Which ones is decided here, from what runs now; with "request_id" it is that one. Ends early when there is
         nothing left to give or the destination takes no more.
         """
-        settings = LlumnixSettings.of_message(command["settings"])
+        settings, transfer = LlumnixSettings.of_message(command["settings"]), KVTransfer.of_message(command)
         destination, actor, cause = command["destination"], command["actor"], command["cause"]
         draining = self.node.state == DRAINING
         most = settings.max_moves_draining if draining else settings.max_moves_per_engine
@@ -109,18 +112,18 @@ class MoveSource:
             if "request_id" in command:
                 chosen = next((c for c in candidates if c.id == command["request_id"]), None)
             else:
-                able = [c for c in candidates if c.id not in self.moves]
+                able = [c for c in candidates if c.id not in self.moves and (c.waiting or not command.get("waiting"))]
                 chosen = choose(able, command["max_blocks"], settings, self.node.engine.clock(), cause)
             if chosen is None:
                 break
             options = MoveOptions(
-                self._mechanism(chosen, command, settings),
-                int(command.get("chunk_bytes", MoveOptions.chunk_bytes)),
+                self._mechanism(chosen, command, settings, transfer),
+                int(command.get("chunk_bytes", transfer.batch_bytes(self.node.block_bytes))),
                 settings.max_stages,
-                settings.last_stage_blocks,
+                transfer.last_blocks(settings.last_stage_blocks),
                 settings.transfer_timeout_s,
                 settings.bandwidth_mb_per_s * 1e6,
-                command.get("compression", NONE),
+                transfer.compression,
                 command.get("use_cached", True),
             )
             result = await self.move(chosen.id, destination, actor, options)
@@ -129,7 +132,9 @@ class MoveSource:
                 break
         return results
 
-    def _mechanism(self, request: Movable, command: dict[str, Any], settings: LlumnixSettings) -> Mechanism:
+    def _mechanism(
+        self, request: Movable, command: dict[str, Any], settings: LlumnixSettings, transfer: KVTransfer
+    ) -> Mechanism:
         if "mechanism" in command:
             return Mechanism(command["mechanism"])
         stats = self.node.thread.stats
@@ -142,7 +147,8 @@ class MoveSource:
             stats.step_seconds if stats is not None else 0.0,
         )
         chosen = choose_mechanism(request, 0, costs, settings)
-        return {QUEUE: Mechanism.REQUEUE, RECOMPUTE: Mechanism.RECOMPUTE}.get(chosen, Mechanism.LIVE)
+        copy = Mechanism.STOP_AND_COPY if transfer.transfer_mode == SYNC else Mechanism.LIVE
+        return {QUEUE: Mechanism.REQUEUE, RECOMPUTE: Mechanism.RECOMPUTE}.get(chosen, copy)
 
     async def move(self, request_id: str, destination: str, actor: Any, options: MoveOptions) -> dict[str, Any]:
         """Move one request to another engine; returns what became of it. Does not raise for what may go wrong."""
@@ -194,8 +200,9 @@ class MoveSource:
                     return _failed(machine, reply)
                 return machine.reserved(reply["present"], await self._look(move))
             case Send(first=first, count=number, num_blocks=num_blocks):
-                data = await self.node.copy(partial(self._read, move.table[first : first + number]))
-                reply = await self._write(move, first, data, num_blocks)
+                blocks = move.table[first : first + number]
+                payload = await self.node.copy(partial(self._packed, blocks, move.options.compression))
+                reply = await self._write(move, first, payload, num_blocks)
                 return machine.sent(number, await self._look(move)) if reply["ok"] else _failed(machine, reply)
             case Hold(first=first, copy=copy):
                 most = machine.limits.chunk_blocks if copy else 0
@@ -210,13 +217,16 @@ class MoveSource:
                 return effect
 
     async def _commit(self, move: Move, commit: Commit) -> Effect:
+        compression = move.options.compression
         if commit.count == 0:
-            data = EMPTY
-        elif move.data is not None and move.data_first == commit.first and len(move.data) >= commit.count:
-            data = move.data[: commit.count]
-        else:  # more was sent after the hold
-            data = await self.node.copy(partial(self._read, move.table[commit.first : commit.first + commit.count]))
-        payload = encode(data, move.options.compression)
+            payload = encode(EMPTY)
+        elif move.data is None or move.data_first != commit.first or len(move.data) < commit.count:
+            blocks = move.table[commit.first : commit.first + commit.count]  # more was sent after the hold
+            payload = await self.node.copy(partial(self._packed, blocks, compression))
+        elif compression == NONE:  # no thread: every moment counts
+            payload = encode(move.data[: commit.count])
+        else:
+            payload = await self.node.copy(partial(encode, move.data[: commit.count], compression))
         move.bytes_sent += num_bytes(payload)
         message = {
             **self._head(move),
@@ -232,8 +242,7 @@ class MoveSource:
         reply = await self._ask(move, move.actor.commit.remote, message)
         return move.machine.owned() if reply["ok"] else _failed(move.machine, reply)
 
-    async def _write(self, move: Move, first: int, data: np.ndarray, num_blocks: int) -> dict[str, Any]:
-        payload = encode(data, move.options.compression)
+    async def _write(self, move: Move, first: int, payload: Payload, num_blocks: int) -> dict[str, Any]:
         message = {"key": move.key, "first": first, "num_blocks": num_blocks, "data": payload}
         started = clock.now()
         reply = await self._ask(move, move.actor.write.remote, message)
@@ -279,6 +288,10 @@ class MoveSource:
         if end.outcome is Outcome.ABORTED:
             self.node.thread.post(partial(self._stay, move.request_id))
             return
+        if end.outcome is Outcome.MOVED:
+            self.moved += 1
+        else:
+            self.lost += 1
         resume, moved = move.record["epoch"]
         self.node.thread.post(partial(self.node.engine.abort, move.request_id, (resume, moved)))
         client = move.record["client"]
@@ -358,9 +371,9 @@ class MoveSource:
             move.data, move.data_first = self.node.engine.export(move.request_id, first, left), first
         return _progress_of(request)
 
-    def _read(self, blocks: list[int]) -> np.ndarray:
+    def _packed(self, blocks: list[int], compression: str) -> Payload:
         """On any thread: if the blocks change hands meanwhile, the next look finds the request gone or preempted."""
-        return self.node.engine.executor.read_blocks(blocks)
+        return encode(self.node.engine.executor.read_blocks(blocks), compression)
 
 
 def movable(engine: Engine, all_of_them: bool = False) -> list[Movable]:

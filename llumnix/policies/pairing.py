@@ -29,6 +29,7 @@ class Pair(NamedTuple):
     destination: str
     cause: str
     max_blocks: int  # the largest request that may move
+    waiting: bool = False  # only queued requests may: the destination has a queue itself
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +74,7 @@ def _pair_group(reports: list[LoadReport], settings: LlumnixSettings, busy: Mapp
     decoders = serving(DECODE, roles)
     sources: list[tuple[_End, str]] = []
     destinations: list[_End] = []
+    queues: list[_End] = []  # would be destinations but for their queue
     for report in reports:
         drains = report.state == DRAINING
         limit = settings.max_moves_draining if drains else settings.max_moves_per_engine
@@ -82,22 +84,27 @@ def _pair_group(reports: list[LoadReport], settings: LlumnixSettings, busy: Mapp
         cause = _cause(report, settings, decoders)
         if cause is not None:
             sources.append((_end(report, settings, slots), cause))
-        if report.state == READY and report.waiting == 0:
-            destinations.append(_end(report, settings, slots))
+        if report.state == READY:
+            (queues if report.waiting else destinations).append(_end(report, settings, slots))
     sources.sort(key=lambda source: (source[1] != DRAIN, source[0].free, source[0].report.engine))
     destinations.sort(key=lambda end: (-end.free, end.report.engine))
+    queues.sort(key=lambda end: (end.report.waiting_blocks, end.report.engine))
     taken: set[str] = set()  # have a pair as destination
     for source, cause in sources:
         if source.report.engine in taken:
             continue
         for _ in range(min(source.slots, len(source.report.movable)) if cause == DRAIN else 1):
             made = _match(source, cause, destinations, settings, decoders)
-            if made is None:
+            if made is not None:
+                end, most = made
+                destinations.remove(end)
+            elif cause == DRAIN and queues and any(movable.waiting for movable in source.report.movable):
+                end = queues.pop(0)
+                most = end.report.total_blocks
+            else:
                 break
-            end, most = made
-            destinations.remove(end)
             taken.add(end.report.engine)
-            yield Pair(source.report.engine, end.report.engine, cause, most)
+            yield Pair(source.report.engine, end.report.engine, cause, most, waiting=made is None)
 
 
 def _cause(report: LoadReport, settings: LlumnixSettings, decoders: frozenset[str]) -> str | None:

@@ -71,10 +71,13 @@ class StillManager:
 
 
 class Nodes:
-    """`async with Nodes(make_engine, "a", "b") as nodes`: nodes.client is an ingress that reads them all."""
+    """`async with Nodes(make_engine, "a", "b") as nodes`: nodes.client is an ingress that reads them all.
 
-    def __init__(self, build: Callable[[], Engine], *names: str, **config: Any):
-        self.build, self.names = build, names
+    `manager` takes the place of one that knows the nodes and never moves anything.
+    """
+
+    def __init__(self, build: Callable[[], Engine], *names: str, manager: Any = None, **config: Any):
+        self.build, self.names, self.manager = build, names, manager
         self.config = {"model": "m", **config}
         self.nodes: dict[str, EngineNode] = {}
 
@@ -82,10 +85,11 @@ class Nodes:
         return self.nodes[name]
 
     async def __aenter__(self) -> Nodes:
-        manager = Handle(StillManager(self.nodes))
+        manager = Handle(self.manager or StillManager(self.nodes))
         for name in self.names:
             node = self.nodes[name] = EngineNode(self.config, name, manager)
             node.thread._build = self.build
+            node.reporter.actor = Handle(node)
             await node.start()
         self.client = EngineClient(EngineConfig(**self.config), manager)
         self.client.start()

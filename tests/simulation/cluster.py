@@ -155,7 +155,11 @@ class Cluster:
         if not process.alive:
             return
         self.network.crash(name)
-        for table, add in ((self.nodes, self.add_engine), (self.clients, self.add_ingress), (self.managers, self.add_manager)):
+        for table, add in (
+            (self.nodes, self.add_engine),
+            (self.clients, self.add_ingress),
+            (self.managers, self.add_manager),
+        ):
             if table.pop(name, None) is not None and self.shape.replaced:  # type: ignore[attr-defined]
                 delay = self.random.uniform(0.2, 1.0) if back_after_s is None else back_after_s
                 self.later(delay, add)
@@ -268,7 +272,7 @@ class Cluster:
             for client, box in node.outboxes.clients.items():
                 if client not in self.clients:
                     yield f"{name} remembers {client}"
-                for what in ("pending", "history", "open", "ended"):
+                for what in ("pending", "history", "open", "ended", "newest", "closed"):
                     if getattr(box, what):
                         yield f"{name} has {what} outputs of {client}: {getattr(box, what)}"
         for name, client in self.clients.items():

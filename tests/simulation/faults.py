@@ -335,9 +335,7 @@ class Faults:
             streaming = {user.ingress for user in self.cluster.users if user.active and user.tokens}
             for name in names():
                 node = self.cluster.nodes.get(name)
-                if node is not None and node.state == "ready" and node.engine.scheduler.running:
-                    found.append(name)
-                elif name in streaming:
+                if node is not None and node.state == "ready" and node.engine.scheduler.running or name in streaming:
                     found.append(name)
             return found
 
@@ -433,7 +431,11 @@ class Faults:
         name = await self._engine()
         if name is None:
             return
-        if any(node.compat_key == self.cluster.nodes[name].compat_key for n, node in self.cluster.nodes.items() if n != name):
+        if any(
+            node.compat_key == self.cluster.nodes[name].compat_key
+            for n, node in self.cluster.nodes.items()
+            if n != name
+        ):
             return
         self.hit("drain_without_destination")
         await self._drain(name, self.random.choice((0.3, 3.0)))
@@ -482,7 +484,9 @@ PHASES = {
     "other_version@commit": SENT,
     **{f"{what}@{stage}": SENT for what in ("finishes", "preempted") for stage in ("reserve", "copy")},
 }
-COUNTED_LATER = frozenset({"reports_out_of_order", *(n for n in STAGED if n.split("@")[0] in ("finishes", "preempted"))})
+COUNTED_LATER = frozenset(
+    {"reports_out_of_order", *(n for n in STAGED if n.split("@")[0] in ("finishes", "preempted"))}
+)
 TIMED: dict[str, Callable[[Faults], Awaitable[None]]] = {
     "ingress_killed": Faults.ingress_killed,
     "ingress_stopped_15s": Faults.ingress_stopped,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llumnix.load import DECODE, DRAINING, PREFILL, LoadReport, Movable, freeness
+from llumnix.load import DECODE, DRAINING, PREFILL, STARTING, LoadReport, Movable, freeness
 from llumnix.policies.choice import BALANCE, DRAIN, HANDOVER, PRIORITY, ROOM, choose, listed
 from llumnix.policies.pairing import Pair, pair
 from llumnix.settings import DEFAULTS, LlumnixSettings
@@ -75,6 +75,18 @@ def test_a_draining_engine_gives_and_never_takes() -> None:
     assert causes(leaving, loaded(free_blocks=17)) == [], "10 blocks and the watermark of 8 do not fit"
     assert causes(leaving, loaded(waiting=1, waiting_blocks=5, head_blocks=5)) == []
     assert causes(leaving, leaving) == []
+
+
+def test_a_draining_engine_gives_its_queue_to_engines_that_have_one_too() -> None:
+    queue = (movable(waiting=True), *SMALL)
+    leaving = report("leaving", state=DRAINING, running=1, waiting=1, free_blocks=0, movable=queue)
+    long, short = (loaded(name, waiting=n, waiting_blocks=n, head_blocks=1) for name, n in (("long", 9), ("short", 2)))
+    assert pair([leaving, long, short]) == [
+        ("leaving", "short", DRAIN, short.total_blocks, True),
+        ("leaving", "long", DRAIN, long.total_blocks, True),
+    ]
+    assert pair([leaving, long, idle()])[0][:3] == ("leaving", "idle", DRAIN) and not pair([leaving, idle()])[0].waiting
+    assert pair([leaving, report("new", state=STARTING, waiting=1)]) == []
 
 
 def test_a_draining_engine_gives_even_when_moves_are_off() -> None:
