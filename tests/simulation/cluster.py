@@ -174,13 +174,13 @@ class Cluster:
         process.stop()
         self.later(seconds, process.go_on)
 
-    async def drain(self, name: str, deadline_s: float) -> int:
+    async def drain(self, name: str, deadline_s: float) -> dict[str, Any]:
         """What the replica around an engine does when it has to go."""
         process, node = self.network.targets[name]
         self.network.note("drain", name)
-        ended: int = await process.spawn(node.drain(deadline_s))
+        receipt: dict[str, Any] = await process.spawn(node.drain(deadline_s))
         self.crash(name)
-        return ended
+        return receipt
 
     def later(self, delay: float, call: Callable[[], Any]) -> None:
         self.loop.call_later(delay, call, context=self.network.context)
