@@ -223,6 +223,8 @@ class MoveSource:
         elif move.data is None or move.data_first != commit.first or len(move.data) < commit.count:
             blocks = move.table[commit.first : commit.first + commit.count]  # more was sent after the hold
             payload = await self.node.copy(partial(self._packed, blocks, compression))
+            if not await self.node.thread.call(partial(self._holds, move)):
+                return move.machine.called_off()  # its blocks may have been another's when they were read
         elif compression == NONE:  # no thread: every moment counts
             payload = encode(move.data[: commit.count])
         else:
@@ -370,6 +372,10 @@ class MoveSource:
         if 0 < left <= most:
             move.data, move.data_first = self.node.engine.export(move.request_id, first, left), first
         return _progress_of(request)
+
+    def _holds(self, move: Move) -> bool:
+        request = self.node.engine.scheduler.requests.get(move.request_id)
+        return request is not None and request.status is Status.HELD and list(request.epoch) == move.record["epoch"]
 
     def _packed(self, blocks: list[int], compression: str) -> Payload:
         """On any thread: if the blocks change hands meanwhile, the next look finds the request gone or preempted."""

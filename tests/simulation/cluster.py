@@ -343,8 +343,8 @@ class Cluster:
 
     async def _copy(self, name: str, call: Callable[[], Any]) -> Any:
         """Copies are made by other threads: at some moment in the middle."""
-        condition = self.on_read(name)
-        while condition is not None and not condition():
+        condition, until = self.on_read(name), self.loop.now + 1.5
+        while condition is not None and not condition() and self.loop.now < until:
             await asyncio.sleep(0.004)
         await asyncio.sleep(self.random.uniform(0, self.shape.copy_s))
         result = call()
