@@ -1,7 +1,7 @@
 """More seeds than the suite has, or one of them with its trace.
 
-    python -m tests.simulation --seeds 20000
-    python -m tests.simulation --replay 17
+python -m tests.simulation --seeds 20000
+python -m tests.simulation --replay 17
 """
 
 from __future__ import annotations

@@ -50,7 +50,12 @@ WRONGS: dict[str, tuple[str, Callable[[Cluster, Call], Verdict]]] = {
 def run_step(wrong: str, number: int, trace: list[str] | None = None) -> tuple[bool, list[str]]:
     """(whether there was a number-th message to go wrong, what did not hold)"""
     phase, act = WRONGS[wrong]
-    shape = Shape(step_s=0.02, copy_s=0.002, lease_s=2.0, settings={"enable_moves": False, "transfer_timeout_s": 1.0, "last_stage_blocks": 1})
+    shape = Shape(
+        step_s=0.02,
+        copy_s=0.002,
+        lease_s=2.0,
+        settings={"enable_moves": False, "transfer_timeout_s": 1.0, "last_stage_blocks": 1},
+    )
     cluster = Cluster(shape, Random("steps"), trace)
     state = {"first": 1 << 60, "done": False}
 

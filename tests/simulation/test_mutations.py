@@ -43,6 +43,7 @@ def forgets_history(patch: Patch) -> None:
 
 def decides_again(patch: Patch) -> None:
     """A repeated COMMIT is looked at anew."""
+
     class Forgetful(OrderedDict[Any, Any]):
         def get(self, key: Any, default: Any = None) -> Any:
             return default
