@@ -163,6 +163,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], list[str]]] = [  # with the fault
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mutate", "points"), MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_wrong_protocol_is_found_out(mutate: Callable[[Patch], None], points: list[str], monkeypatch: Patch) -> None:
     assert not any(run(seed, points=points * 4).violations for seed in range(2))
