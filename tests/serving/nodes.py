@@ -125,3 +125,10 @@ class Nodes:
                     if request_id in node.engine.scheduler.requests:
                         return name
                 await asyncio.sleep(0.001)
+
+
+async def until(condition: Callable[[], bool], seconds: float = SOON) -> None:
+    """Wait for something that will be. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
