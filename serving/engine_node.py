@@ -46,6 +46,7 @@ from serving.messages import (
 from serving.messages import DRAINING as ERROR_DRAINING
 from serving.move_destination import MoveDestination
 from serving.move_source import MoveSource, movable
+from serving.nixl_transport import NixlTransport
 from serving.outbox import Outboxes
 from serving.reporting import Reporter
 
@@ -82,6 +83,7 @@ class EngineNode:
         self.prefix = ""
         self.thread = EngineThread(self._build, self._on_events, self._on_failure, self._on_look)
         self.copy: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
+        self._nixl: NixlTransport | None = None
         self.giving = MoveSource(self)
         self.taking = MoveDestination(self)
 
@@ -348,6 +350,13 @@ class EngineNode:
         event = self.wakeups.get(client)
         if event is not None:
             event.set()
+
+    def nixl(self) -> NixlTransport:
+        """This engine's pool as NIXL knows it, registered at the first use. Raises ValueError without the package."""
+        if self._nixl is None:
+            address, blocks, device = self.engine.executor.pool_memory()
+            self._nixl = NixlTransport(self.id, address, blocks, self.block_bytes, device)
+        return self._nixl
 
     def streams_to(self, client: str) -> bool:
         """An ingress reads this engine's outputs."""

@@ -1,8 +1,8 @@
 """Pushes one process's load report and metrics to the manager.
 
 On change, as far apart as the manager says (the more engines it has, the farther) unless the news is urgent; a
-heartbeat each HEARTBEAT_S; at most one call in flight, and what happens meanwhile goes into the next one. A manager that is down
-costs nothing: the next heartbeat tries again.
+heartbeat each HEARTBEAT_S; at most one call in flight, and what happens meanwhile goes into the next one. A manager
+that is down costs nothing: the next heartbeat tries again.
 """
 
 from __future__ import annotations
