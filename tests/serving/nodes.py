@@ -54,8 +54,9 @@ class StillManager:
     def __init__(self, nodes: dict[str, EngineNode]):
         self.nodes = nodes
 
-    async def view(self, version: int, known: list[str], *_: Any) -> dict[str, Any]:
+    async def view(self, version: int | None, known: list[str], *_: Any) -> dict[str, Any]:
         await asyncio.sleep(0.05)
+        version = version or 0
         engines = {
             name: {
                 "actor": None if name in known else Handle(node),
