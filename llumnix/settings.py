@@ -61,8 +61,8 @@ class LlumnixSettings:
     # Which request moves, and how
     request_policy: str = setting(
         "str",
-        "SR",
-        "SR shortest running, LR longest running, LCR last come running, FCW first come waiting, FCWSR waiting first",
+        "FCWSR",
+        "SR shortest running, LR longest running, LCR last come running, FCW first come waiting, FCWSR FCW, then SR",
         choices=REQUEST_POLICIES,
     )
     move_cooldown_s: float = setting(
