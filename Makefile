@@ -2,6 +2,7 @@
 # make test    the fast tests; make test-full adds those that start a cluster
 PYTHON ?= python3
 TORCH_INDEX ?=
+SEEDS ?= 20000
 VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/smollm2.yaml
@@ -10,7 +11,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(INDEX)
 
-.PHONY: serve install install-test test test-full test-torch lint bench bench-llumnix docs clean
+.PHONY: serve install install-test test test-full test-torch simtest lint bench bench-llumnix docs clean
 
 serve: install
 	$(BIN)/ferry serve $(CONFIG)
@@ -28,6 +29,10 @@ test-full: install-test
 # Without a compiler on the PATH: torch's kernels take over
 test-torch: install-test
 	PATH=$(CURDIR)/$(BIN) $(BIN)/python -m pytest -q -m "not slow" tests/engine tests/kernels
+
+# The protocol under many more seeds than the suite's
+simtest: install-test
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 lint: install-test
 	$(BIN)/ruff check .

@@ -169,6 +169,11 @@ class Outgoing:
         assert not self._committed
         return End(Outcome.ABORTED, reason, release=self._reserved)
 
+    def called_off(self, reason: str = "gone") -> Effect:
+        """The last effect was Commit, and it has not been sent: the request is not held here any more."""
+        self._committed = False
+        return self.gone(reason)
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _check(self, progress: Progress | None) -> Effect | None:

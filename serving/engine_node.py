@@ -187,7 +187,7 @@ class EngineNode:
         for request_id, epoch in requests:
             known = self.outboxes.clients.get(client)
             if known is None or known.open.get(request_id, epoch) <= epoch:
-                self.outboxes.closed(client, request_id)
+                self.outboxes.closed(client, request_id, clock.now())
             self.thread.post(partial(self._abort, request_id, epoch))
 
     async def renew(

@@ -225,6 +225,8 @@ class MoveSource:
         elif move.data is None or move.data_first != commit.first or len(move.data) < commit.count:
             blocks = move.table[commit.first : commit.first + commit.count]  # more was sent after the hold
             payload = await self.node.copy(partial(self._packed, blocks, compression))
+            if not await self.node.thread.call(partial(self._holds, move)):
+                return move.machine.called_off()  # its blocks may have been another's when they were read
         elif compression == NONE:  # no thread: every moment counts
             payload = encode(move.data[: commit.count])
         else:
@@ -376,6 +378,10 @@ class MoveSource:
     def _payload(self, blocks: list[int], options: MoveOptions) -> Payload:
         """What Send sends: by NIXL the blocks' addresses. Commit always sends bytes: its blocks may be given away."""
         return self.node.nixl().pack(blocks) if options.transport == NIXL else self._packed(blocks, options.compression)
+
+    def _holds(self, move: Move) -> bool:
+        request = self.node.engine.scheduler.requests.get(move.request_id)
+        return request is not None and request.status is Status.HELD and list(request.epoch) == move.record["epoch"]
 
     def _packed(self, blocks: list[int], compression: str) -> Payload:
         """On any thread: if the blocks change hands meanwhile, the next look finds the request gone or preempted."""

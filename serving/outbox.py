@@ -22,8 +22,9 @@ class Client:
     taken: float = 0.0  # when a stream last took what was pending, or there was nothing
     history: dict[str, list[Output]] = field(default_factory=dict)
     open: dict[str, list[int]] = field(default_factory=dict)  # requests without a terminal output -> epoch
-    newest: dict[str, list[int]] = field(default_factory=dict)  # requests with a history -> highest epoch seen
+    newest: dict[str, list[int]] = field(default_factory=dict)  # requests here of late -> highest epoch seen
     ended: dict[str, float] = field(default_factory=dict)  # requests with one -> when
+    closed: dict[str, float] = field(default_factory=dict)  # requests of which it wants nothing more -> since when
 
     def queue(self, output: Output, now: float) -> None:
         if not self.pending:
@@ -58,14 +59,18 @@ class Outboxes:
         client.open[request_id] = client.newest[request_id] = epoch
         client.history[request_id] = []
         client.ended.pop(request_id, None)
+        client.closed.pop(request_id, None)
         return True
 
-    def closed(self, name: str, request_id: str) -> None:
-        """An ingress wants nothing more of a request."""
+    def closed(self, name: str, request_id: str, now: float) -> None:
+        """An ingress wants nothing more of a request. Its epoch is remembered for a lease: a submission that comes
+        twice must not start it anew."""
         client = self.clients.get(name)
         if client is not None:
-            for table in (client.open, client.newest, client.history, client.ended):
+            for table in (client.open, client.history, client.ended):
                 table.pop(request_id, None)
+            if request_id in client.newest:
+                client.closed[request_id] = now
 
     def push(self, name: str, outputs: Iterable[Output], now: float) -> None:
         """Queue outputs for an ingress; those of requests it no longer wants, or has submitted anew, are dropped."""
@@ -111,13 +116,13 @@ class Outboxes:
         unknown = [
             request_id
             for request_id in cursors
-            if client.newest.get(request_id, NEVER) < (epochs or {}).get(request_id, FIRST)
+            if request_id not in client.history or client.newest[request_id] < (epochs or {}).get(request_id, FIRST)
         ]
         for request_id, when in list(client.ended.items()):
             if now - when <= self.lease_s or request_id in unknown:
                 continue
             if request_id not in cursors:
-                self.closed(name, request_id)
+                self.closed(name, request_id, now)
             else:  # its end was lost with a stream: nothing that follows would show the gap
                 client.ended[request_id] = now
                 for output in client.history[request_id]:
@@ -144,6 +149,8 @@ class Outboxes:
         """
         aborted: list[tuple[str, list[int]]] = []
         for name, client in list(self.clients.items()):
+            for request_id in [r for r, when in client.closed.items() if now - when > self.lease_s]:
+                del client.closed[request_id], client.newest[request_id]
             silent = now - client.last_seen
             if silent > self.lease_s:
                 lost = list(client.open.items())

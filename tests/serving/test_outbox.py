@@ -37,7 +37,7 @@ def test_strangers_get_nothing() -> None:
     boxes = outboxes("a")
     boxes.push("nobody", [token("a", 0)], 0.0)
     boxes.push("i", [token("unknown", 0)], 0.0)
-    boxes.closed("nobody", "a")
+    boxes.closed("nobody", "a", 0.0)
     assert boxes.take("nobody") == [] and boxes.take("i") == []
 
 
@@ -51,7 +51,7 @@ def test_after_the_terminal_output_nothing_more_comes() -> None:
 
 def test_a_closed_request_produces_nothing_more() -> None:
     boxes = outboxes("a")
-    boxes.closed("i", "a")
+    boxes.closed("i", "a", 0.0)
     boxes.push("i", [token("a", 0)], 0.0)
     assert boxes.take("i") == [] and boxes.replay("i", {"a": 0}, 0.0) == []
 

@@ -563,7 +563,7 @@ class Network:
         if isinstance(call, Abort):
             client = engine.boxes.clients.get(self.CLIENT)
             if client is None or client.open.get(call.id, list(call.epoch)) <= list(call.epoch):
-                engine.boxes.closed(self.CLIENT, call.id)
+                engine.boxes.closed(self.CLIENT, call.id, self.now)
             if call.id in engine.lives and engine.lives[call.id][0] <= list(call.epoch):
                 del engine.lives[call.id]
             return
@@ -649,7 +649,7 @@ class Network:
         if request_id in destination.lives:
             return
         epoch, index = source.lives.pop(request_id)
-        source.boxes.closed(self.CLIENT, request_id)
+        source.boxes.closed(self.CLIENT, request_id, self.now)
         moved = [epoch[0], epoch[1] + 1]
         destination.boxes.opened(self.CLIENT, request_id, moved, self.now)
         destination.lives[request_id] = (moved, index)

@@ -174,13 +174,13 @@ class Cluster:
         process.stop()
         self.later(seconds, process.go_on)
 
-    async def drain(self, name: str, deadline_s: float) -> int:
+    async def drain(self, name: str, deadline_s: float) -> dict[str, Any]:
         """What the replica around an engine does when it has to go."""
         process, node = self.network.targets[name]
         self.network.note("drain", name)
-        ended: int = await process.spawn(node.drain(deadline_s))
+        receipt: dict[str, Any] = await process.spawn(node.drain(deadline_s))
         self.crash(name)
-        return ended
+        return receipt
 
     def later(self, delay: float, call: Callable[[], Any]) -> None:
         self.loop.call_later(delay, call, context=self.network.context)
@@ -274,7 +274,7 @@ class Cluster:
             for client, box in node.outboxes.clients.items():
                 if client not in self.clients:
                     yield f"{name} remembers {client}"
-                for what in ("pending", "history", "open", "ended"):
+                for what in ("pending", "history", "open", "ended", "newest", "closed"):
                     if getattr(box, what):
                         yield f"{name} has {what} outputs of {client}: {getattr(box, what)}"
         for name, client in self.clients.items():
@@ -345,8 +345,8 @@ class Cluster:
 
     async def _copy(self, name: str, call: Callable[[], Any]) -> Any:
         """Copies are made by other threads: at some moment in the middle."""
-        condition = self.on_read(name)
-        while condition is not None and not condition():
+        condition, until = self.on_read(name), self.loop.now + 1.5
+        while condition is not None and not condition() and self.loop.now < until:
             await asyncio.sleep(0.004)
         await asyncio.sleep(self.random.uniform(0, self.shape.copy_s))
         result = call()

@@ -31,6 +31,7 @@ STAGES: dict[str, tuple[str, tuple[str, ...]]] = {  # stage of a move -> (method
     "commit": ("commit", (SENT, ARRIVED)),
     "commit_taken": ("commit", (DONE,)),
 }
+WATCHED = frozenset({"reserve", "write", "commit", "migrate", "report", "add"})
 WAIT_S = 1.5  # how long a message is held up for a request to finish, and so on
 LOAD_S = 6.0  # how long a fault waits for the load that it is to come under
 
@@ -107,13 +108,15 @@ class Faults:
         network = self.cluster.network
         if self.cluster.trace is not None:
             network.note(call, phase)
-        if not self.armed or call.method not in ("reserve", "write", "commit", "migrate", "report"):
+        if not self.armed or call.method not in WATCHED:
             return PASS
         if call.method in ("reserve", "commit"):
             message = call.arguments[0]
             self._moves[call.source.name, message["key"]] = (call.target, message["id"])
         elif call.method == "write":
             message = call.arguments[0]
+        elif call.method == "add":
+            return self._fire("add", Moment(call.source.name, call.target, call.arguments[0]["id"], phase, call))
         else:
             return self._fire(call.method, Moment(call.source.name, call.target, "", phase, call))
         destination, request_id = self._moves.get((call.source.name, message["key"]), (call.target, ""))
@@ -256,29 +259,65 @@ class Faults:
         request = self._request(moment.source, moment.request_id)
         if request is None or request.status is not Status.RUNNING or not request.blocks:
             return None
-        node = self.cluster.nodes[moment.source]
-        engine = node.engine
-        done: list[bool] = []
+        engine = self.cluster.nodes[moment.source].engine
+
+        def lose() -> bool:
+            if request.status is not Status.RUNNING or request not in engine.scheduler.running:
+                return False
+            engine.scheduler._preempt(request)
+            for block, slot in engine.scheduler.pool.swap_out:  # as the step would do first
+                engine.executor.host[slot] = list(engine.executor.kv[block])
+            engine.scheduler.pool.swap_out.clear()
+            return True
+
+        return self._while_reading("preempted@read", moment.source, lose)
+
+    def cancel_reading(self, moment: Moment) -> Verdict | None:
+        """Between Hold and the copy of what goes with COMMIT the request is dropped, and its blocks are written anew:
+        its ingress has started it again because it was silent for so long."""
+        request = self._request(moment.source, moment.request_id)
+        user = self.cluster.user(moment.request_id)
+        if (
+            request is None
+            or request.status is not Status.HELD
+            or not request.blocks
+            or user is None
+            or not user.active
+        ):
+            return None
+        engine = self.cluster.nodes[moment.source].engine
+        tracker = self.cluster.clients[user.ingress].tracker
+
+        def lose() -> bool:
+            tracked = tracker.requests.get(request.id)
+            here = engine.scheduler.requests.get(request.id) is request
+            if not here or tracked is None or tracked.engine != moment.source:
+                return False
+            engine.abort(request.id)
+            tracker.engine_lost(moment.source, self.cluster.loop.now)
+            return True
+
+        return self._while_reading("superseded@read", moment.source, lose)
+
+    def _while_reading(self, point: str, source: str, lose: Callable[[], bool]) -> Verdict:
+        node = self.cluster.nodes[source]
+        scheduler, done = node.engine.scheduler, list[bool]()
 
         def now() -> None:
             done.append(True)
-            scheduler = engine.scheduler
-            if request.status is not Status.RUNNING or request not in scheduler.running:
-                return
-            scheduler._preempt(request)
-            copies = scheduler.pool.swap_out
-            for block, slot in copies:
-                engine.executor.host[slot] = list(engine.executor.kv[block])
-            copies.clear()
-            number = scheduler.pool.available
-            if scheduler._seats:
+            if scheduler._seats and scheduler.pool.available and lose():
+                number = scheduler.pool.available
                 scheduler.reservations.promise("others", number, self.cluster.loop.now)
-                engine.write_reserved("others", 0, np.zeros((number, 8 * scheduler.pool.block_size), dtype=np.uint8))
-                engine.cancel_reservation("others")
-                self.hit("preempted@read")
+                zeros = np.zeros((number, 8 * scheduler.pool.block_size), dtype=np.uint8)
+                node.engine.write_reserved("others", 0, zeros)
+                node.engine.cancel_reservation("others")
+                self.hit(point)
 
-        node.thread.before_step.append(now)
-        return Verdict(until=lambda: bool(done) or moment.source not in self.cluster.nodes)
+        if point == "preempted@read":
+            node.thread.before_step.append(now)  # type: ignore[attr-defined]
+        else:
+            node.thread.post(now)
+        return Verdict(until=lambda: bool(done))
 
     def other_version(self, moment: Moment) -> Verdict | None:
         """The message comes from code that speaks another version."""
@@ -324,7 +363,7 @@ class Faults:
         while not condition():
             if self.cluster.loop.now >= until:
                 return False
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.03)
         return True
 
     async def _loaded(self, names: Callable[[], list[str]]) -> str | None:
@@ -463,6 +502,7 @@ STAGED: dict[str, tuple[Callable[[Faults, Moment], Verdict | None], str]] = {
     **{f"finishes@{stage}": (Faults.finish, stage) for stage in ("reserve", "copy", "commit_taken")},
     **{f"preempted@{stage}": (Faults.preempt, stage) for stage in ("reserve", "copy", "commit_taken")},
     "preempted@read": (Faults.preempt_reading, "read"),
+    "superseded@read": (Faults.cancel_reading, "read"),
     "reservation_lost@copy": (Faults.lose_reservation, "copy"),
     "reservation_lost@commit": (Faults.lose_reservation, "commit"),
     "commit_lost": (Faults.lose, "commit"),
@@ -473,6 +513,8 @@ STAGED: dict[str, tuple[Callable[[Faults, Moment], Verdict | None], str]] = {
 }
 STAGES["migrate"] = ("migrate", (ARRIVED, DONE))
 STAGES["report"] = ("report", (SENT,))
+STAGES["submission"] = ("add", (SENT,))
+STAGED["submission_lost"] = (Faults.lose, "submission")
 STAGED["manager_killed_mid_round"] = (Faults.kill_manager, "migrate")
 STAGED["reports_out_of_order"] = (Faults.late_report, "report")
 PHASES = {
@@ -485,7 +527,7 @@ PHASES = {
     **{f"{what}@{stage}": SENT for what in ("finishes", "preempted") for stage in ("reserve", "copy")},
 }
 COUNTED_LATER = frozenset(
-    {"reports_out_of_order", *(n for n in STAGED if n.split("@")[0] in ("finishes", "preempted"))}
+    {"reports_out_of_order", *(n for n in STAGED if n.split("@")[0] in ("finishes", "preempted", "superseded"))}
 )
 TIMED: dict[str, Callable[[Faults], Awaitable[None]]] = {
     "ingress_killed": Faults.ingress_killed,

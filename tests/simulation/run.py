@@ -19,11 +19,11 @@ from tests.simulation.loop import Hung, run_virtually
 from tests.simulation.network import Handle, Weather
 from tests.simulation.users import User
 
-FAULTS_A_RUN = 6
+FAULTS_A_RUN = 8
 CALM = 10  # every so many seeds nothing goes wrong
 MECHANISMS = ("live", "live", "stop_and_copy", "recompute", "requeue")
 REST_S = 150.0  # after the last request: how long until the cluster is as if nothing had been
-USERS = 40
+USERS = 30
 
 
 @dataclass
@@ -152,7 +152,7 @@ class Run:
         params = SamplingParams(
             temperature=random.choice((0.0, 0.8)),
             seed=random.choice((None, random.randrange(1000))),
-            max_tokens=random.choice((random.randrange(1, 10), random.randrange(10, 60), None)),
+            max_tokens=random.choice((random.randrange(1, 10), *[random.randrange(10, 60) for _ in range(4)], None)),
             stop_token_ids=(random.randrange(VOCAB),) if random.random() < 0.3 else (),
             logprobs=random.choice((None, 0, 2)),
         )
@@ -178,7 +178,7 @@ class Run:
     async def _load(self, faults: asyncio.Future[None]) -> None:
         """Requests keep coming while faults do."""
         random, cluster = self.random, self.cluster
-        most = random.choice((4, 8, 12))
+        most = random.choice((3, 6, 10))
         while not cluster.violations and self._users < USERS:
             active = sum(user.active for user in cluster.users)
             names = [name for name in cluster.clients if not cluster.process(name).stopped]
