@@ -85,14 +85,14 @@ class Api:
     async def chat(self, body: bytes) -> Answer:
         """/v1/chat/completions. Raises APIError before anything is queued."""
         request, prompt = await _prepared(self._prepare_chat, body)
-        self._check_ready()
+        await self._ready()
         request_id = responses.new_chat_id()
         return self._answer(request, request_id, self._sequences(request, request_id, [prompt]), chat=True)
 
     async def completion(self, body: bytes) -> Answer:
         """/v1/completions: one choice for each prompt."""
         request, prompts = await _prepared(self._prepare_completion, body)
-        self._check_ready()
+        await self._ready()
         request_id = responses.new_completion_id()
         return self._answer(request, request_id, self._sequences(request, request_id, prompts), chat=False)
 
@@ -147,9 +147,10 @@ class Api:
 
     # -- before the engine --------------------------------------------------------------------------------------
 
-    def _check_ready(self) -> None:
-        if not self.client.ready:
-            raise unavailable(f"no replica is ready: {self.client.phase}", 2.0)
+    async def _ready(self) -> None:
+        reason = "" if self.client.ready else await self.client.wait_ready()
+        if reason:
+            raise unavailable(reason, 2.0)
 
     def _sequences(self, request: CommonRequest, request_id: str, prompts: list[list[int]]) -> list[Sequence]:
         vocab_size = self.tokenizer.vocab_size if self.tokenizer is not None else None

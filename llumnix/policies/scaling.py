@@ -32,6 +32,19 @@ def average_share(reports: Iterable[LoadReport], settings: LlumnixSettings = DEF
     return sum(shares) / len(shares) if shares else None
 
 
+def share_with_starting(shares: Iterable[float], starting: int, settings: LlumnixSettings = DEFAULTS) -> float | None:
+    """The average that decides while replicas start: they count as empty, for that is what they will be.
+
+    None, which changes nothing, unless even so it is below the band: what is on its way is enough, and no time to take
+    replicas away.
+    """
+    known = list(shares)
+    if not known:
+        return None
+    average = (sum(known) + starting) / (len(known) + starting)
+    return None if starting and average >= settings.scale_low_share else average
+
+
 def desired_replicas(
     average: float | None,
     replicas: int,

@@ -16,6 +16,8 @@ import httpx
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 from ray.util import list_named_actors
 
 from serving.app import APP_NAME, build
@@ -72,6 +74,12 @@ class Service:
     def model(self) -> str:
         return "tiny"
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        level = "INFO" if os.environ.get("FERRY_TEST_LOGS") else "WARNING"
+        small = {"swap_space": 0.05, "threads": 1, "num_cpus_per_replica": 1}
+        return {"served_model_name": [self.model], "log_level": level, **small}
+
     def ensure(self, **options: Any) -> Service:
         """The application with these options, all its engines ready and idle."""
         if options != self.options:
@@ -83,10 +91,25 @@ class Service:
 
     def update(self, **options: Any) -> None:
         """Deploy these options over what runs; returns when Serve says that the application runs."""
-        defaults = {"served_model_name": ["tiny"], "log_level": "WARNING", "swap_space": 0.05, "threads": 1}
-        args = AppArgs.model_validate({**defaults, "num_cpus_per_replica": 1, **options})
+        args = AppArgs.model_validate({**self.defaults, **options})
         self.options = options
         serve.run(build(args), name=APP_NAME, route_prefix="/", blocking=False)
+
+    def apply(self, engines: dict[str, Any], **options: Any) -> None:
+        """Deploy as `serve deploy` does, with `engines` as Serve's options of the deployment Engine; returns when Serve
+        has taken note. Options that have not changed leave everything running."""
+        args = {**self.defaults, **options}
+        application = {
+            "name": APP_NAME,
+            "route_prefix": "/",
+            "import_path": "serving.app:build",
+            "args": args,
+            "deployments": [{"name": "Engine", **engines}],
+        }
+        if "deployments" not in self.options:
+            self.delete()
+        self.options = {**options, "deployments": engines}
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
 
     def delete(self) -> None:
         if self.options:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from engine.engine import Engine
 from engine.sampling.params import SamplingParams
+from engine.step import StepPlan, StepResult
 from serving import manager as manager_module
 from serving.manager import Manager, receipt_line
-from engine.engine import Engine
-from engine.step import StepPlan, StepResult
 from tests.fakes import continuation, executor_of, make_engine
 from tests.serving.nodes import SOON, Nodes
 
