@@ -38,14 +38,15 @@ class FreenessPolicy:
         if now - state.get("asked_at", float("-inf")) >= self.settings.scale_interval_s:
             wanted, state = self._ask(recorded, starting, ctx, state)
         idle = now - state["busy_at"] >= self.settings.scale_to_zero_after_s
-        if wanted == 1 and idle and ctx.capacity_adjusted_min_replicas == 0:
+        if wanted == ctx.target_num_replicas == 1 and idle and ctx.capacity_adjusted_min_replicas == 0:
             wanted = 0
         return wanted, state
 
     def _ask(self, recorded: list[dict[str, float]], starting: int, ctx: Any, state: dict[str, Any]) -> Decision:
-        from llumnix.policies.scaling import ScalingState, desired_replicas, share_with_starting
+        from llumnix.policies.scaling import ScalingState, deciding_average, desired_replicas
 
-        average = share_with_starting([one["free_share"] for one in recorded], starting, self.settings)
+        shares = [one["free_share"] for one in recorded]
+        average = deciding_average(shares, starting, any(one["waiting"] for one in recorded), self.settings)
         wanted, patience = desired_replicas(
             average,
             ctx.target_num_replicas,

@@ -17,7 +17,7 @@ from typing import Any
 from ray.exceptions import ActorDiedError, RayError
 
 from engine.config import EngineConfig
-from llumnix.load import DRAINING, READY, STARTING, LoadReport
+from llumnix.load import READY, STARTING, LoadReport
 from llumnix.policies.dispatch import Booked, choose_engine
 from serving import clock
 from serving.messages import UNKNOWN, Output, error_output, is_terminal
@@ -305,8 +305,10 @@ class EngineClient:
         now = clock.now()
         self.avoid[link.id] = float("inf") if forever else now + CUT_RETRY_S
         owned = len(self.tracker.cursors(link.id))
-        if owned or link.report.state != DRAINING:
+        if owned:
             logger.warning("engine %s is lost with %d requests of this ingress; they resume elsewhere", link.id, owned)
+        else:
+            logger.info("engine %s has gone", link.id)
         self._carry_out(self.tracker.engine_lost(link.id, now))
         if link.task is not None and link.task is not asyncio.current_task():
             link.task.cancel()

@@ -171,7 +171,7 @@ class EngineNode:
             left = here - moved
         receipt = {"engine": self.id, "moved": moved, "resumed": left, "finished": here - moved - left}
         receipt["seconds"] = clock.now() - started
-        if here and not self.closing:  # else the manager goes too
+        if not self.closing:  # else the manager goes too
             await self.reporter.drained(receipt)
         return receipt
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from serving import clock
+from serving.receipt import receipt_line
 
 logger = logging.getLogger("ferry.reporting")
 
@@ -50,7 +51,7 @@ class Reporter:
         try:
             await asyncio.wait_for(self.manager.drained.remote(receipt), CALL_TIMEOUT_S)
         except Exception as error:
-            logger.warning("drained, and no answer from the manager (%s): %s", type(error).__name__, receipt)
+            logger.info("%s; no answer from the manager: %s", receipt_line(receipt), type(error).__name__)
 
     async def run(self) -> None:
         known = False

@@ -32,17 +32,22 @@ def average_share(reports: Iterable[LoadReport], settings: LlumnixSettings = DEF
     return sum(shares) / len(shares) if shares else None
 
 
-def share_with_starting(shares: Iterable[float], starting: int, settings: LlumnixSettings = DEFAULTS) -> float | None:
-    """The average that decides while replicas start: they count as empty, for that is what they will be.
+def deciding_average(
+    shares: Iterable[float], starting: int, waiting: bool, settings: LlumnixSettings = DEFAULTS
+) -> float | None:
+    """The average that decides, or None where it is to change nothing.
 
-    None, which changes nothing, unless even so it is below the band: what is on its way is enough, and no time to take
-    replicas away.
+    Replicas that start count as empty, for that is what they will be; so another one is added only if even they are
+    not enough, and none is taken away meanwhile. Nor is one taken away while requests wait at another: the average
+    hides that.
     """
     known = list(shares)
     if not known:
         return None
     average = (sum(known) + starting) / (len(known) + starting)
-    return None if starting and average >= settings.scale_low_share else average
+    if (starting and average >= settings.scale_low_share) or (waiting and average > settings.scale_high_share):
+        return None
+    return average
 
 
 def desired_replicas(
