@@ -56,11 +56,13 @@ def build_engine(
     model = load_model(path, model_config, load_format=config.load_format, dtype=dtype, seed=config.seed)
     device = torch.device("cpu")
     numerics = dispatch.numerics(device, dtype)
+    invariance = "off" if not config.batch_invariant else "for tokens, not bits (float32)"
     if config.batch_invariant and dtype != torch.float32:
         if numerics == "torch":
             logger.warning("batch_invariant is not kept by torch's kernels: a token's bits may depend on its batch")
         on_phase("checking that results do not depend on the batch")
-        make_invariant(model, config.max_num_batched_tokens, config.max_num_seqs)
+        mended = make_invariant(model, config.max_num_batched_tokens, config.max_num_seqs)
+        invariance = f"on, {mended} shapes of linear layers mended"
     on_phase("allocating the KV cache")
     fmt = KVFormat(
         model_config.num_layers,
@@ -95,14 +97,21 @@ def build_engine(
         delay_factor=config.scheduler_delay_factor,
         eos_token_ids=_eos_token_ids(config, model_config, path),
     )
-    key = f"{weights_id(path)}:{fmt.key()}:{numerics}"
+    rounding = numerics if config.batch_invariant else f"{numerics}-by-batch"  # other bits than an invariant engine's
+    key = f"{weights_id(path)}:{fmt.key()}:{rounding}"
     engine = Engine(
-        ModelRunner(model, kv), pool, scheduling, vocab_size=model_config.vocab_size, seed=config.seed, compat_key=key
+        ModelRunner(model, kv),
+        pool,
+        scheduling,
+        vocab_size=model_config.vocab_size,
+        seed=config.seed,
+        compat_key=key,
+        reproducible=config.batch_invariant and dtype != torch.float32 and numerics != "torch",
     )
     where = f"cores {','.join(map(str, cores))}" if cores else "not pinned"
     logger.info(
-        "%d threads (%s) read memory at %.1f GB/s; kernels %s",
-        *(threads, where, memory_bandwidth() / 1e9, numerics),
+        "%d threads (%s) read memory at %.1f GB/s; kernels %s; batch_invariant %s",
+        *(threads, where, memory_bandwidth() / 1e9, numerics, invariance),
     )
     logger.info(
         "%s ready in %.1f s: %s, %d KV blocks of %d tokens (%s), max_model_len %d, %d host slots",

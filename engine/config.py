@@ -124,7 +124,11 @@ class EngineConfig:
         "bool", True, "long prompts are computed in chunks", group="step", negations=("no_enable_chunked_prefill",)
     )
     scheduling_policy: str = option(
-        "str", "fcfs", "queue order; priority: lower value first", group="step", choices=("fcfs", "priority")
+        "str",
+        "fcfs",
+        "queue order; priority: lower value first, and one lower for each quarter of max_queue_time in the queue",
+        group="step",
+        choices=("fcfs", "priority"),
     )
     scheduler_delay_factor: float = option(
         "float", 0.0, "wait this share of the last prompt's latency before the next prompt", group="step", low=0.0
@@ -211,6 +215,23 @@ class EngineConfig:
     max_resumes: int = option(
         "int", 3, "times a request is started again after its engine died", group="service", low=0
     )
+
+    # Rescheduling: what is inside the last two is checked by serving/rescheduling.py
+    enable_llumnix: bool = option(
+        "bool",
+        False,
+        "requests move between engines while they run; without it only away from an engine that goes away",
+        group="rescheduling",
+        flag=True,
+    )
+    llumnix_config: str | dict[str, Any] | None = option(
+        "file", None, "YAML file with the settings below, or in a configuration file the settings themselves",
+        group="rescheduling", default_text="the defaults below",
+    )  # fmt: skip
+    kv_transfer_config: dict[str, Any] | None = option(
+        "json", None, "how the KV of a moving request travels, keys below", group="rescheduling",
+        default_text="the defaults below",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.model is None:

@@ -20,6 +20,7 @@ from engine.request import Epoch, Request, Status, seed_of
 from engine.sampling.params import SamplingParams
 from engine.scheduler import Event, Scheduler, SchedulerConfig
 from engine.step import StepPlan, StepResult
+from engine.verification import Verifier
 
 EMA = 0.2  # weight of the newest measurement in the moving averages
 
@@ -51,6 +52,9 @@ class EngineStats:
     evictions: int
     step_seconds: float  # moving average of a step
     prefill_tokens_per_s: float  # measured; 0 before the first prompt
+    verified: int = 0  # requests that were run again in idle time (engine/verification.py)
+    verify_mismatches: int = 0
+    verify_skipped: int = 0
 
 
 class Engine:
@@ -66,6 +70,7 @@ class Engine:
         seed: int = 0,
         compat_key: str = "",
         max_logprobs: int = 20,
+        reproducible: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.executor = executor
@@ -75,6 +80,8 @@ class Engine:
         self.seed = seed
         self.compat_key = compat_key
         self.max_logprobs = max_logprobs
+        self.reproducible = reproducible  # equal requests have equal tokens, whatever their batches
+        self.verifier = Verifier(self.scheduler, executor)
         self.steps = self.generated_tokens = 0
         self.step_seconds = 0.0
         self.last_step_tokens = 0  # 0: there was nothing that could run
@@ -107,6 +114,7 @@ class Engine:
             raise ValueError(f"logprobs is {params.logprobs}, at most {self.max_logprobs} are given")
         seed = seed_of(self.seed, request_id, params.seed)
         request = Request(request_id, prompt, params, seed, client, priority, epoch, self.clock(), output=output)
+        self.verifier.interrupt()
         self.scheduler.add(request)
         return request
 
@@ -153,6 +161,7 @@ class Engine:
 
     def reserve(self, key: str, num_blocks: int, request_id: str = "", tokens: Sequence[int] = ()) -> list[int]:
         """Promise blocks to a request on its way here; its prefix may be here in part. Raises scheduler.Refused."""
+        self.verifier.interrupt()
         return self.scheduler.reserve(key, num_blocks, request_id, tokens)
 
     def write_reserved(self, key: str, first: int, data: np.ndarray) -> None:
@@ -169,6 +178,7 @@ class Engine:
     def adopt(self, record: dict[str, Any], epoch: Epoch, computed: int = 0, key: str | None = None) -> Request:
         """Own a request from elsewhere; idempotent for an epoch. Raises scheduler.Refused."""
         request = Request.from_record(record, arrival=self.clock() - record.get("age_s", 0.0))
+        self.verifier.interrupt()
         return self.scheduler.adopt(request, epoch, computed, key)
 
     def give_up(self, request_id: str) -> None:
@@ -181,12 +191,12 @@ class Engine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         prefill = scheduler.prefill_seconds_per_token
         waiting = scheduler.waiting
-        high = [r for r in scheduler.running if r.priority < 0]
-        high_waiting = [r for r in waiting if r.priority < 0]
+        high = [r for r in scheduler.running if r.high]
+        high_waiting = [r for r in waiting if r.high]
         partial = sum(r.pending for r in scheduler.running if r.pending > 1)
         return EngineStats(
             total_blocks=pool.total,
-            free_blocks=pool.available,
+            free_blocks=pool.available + len(scheduler.lent),
             cached_blocks=pool.cached,
             running=len(scheduler.running),
             waiting=len(waiting),
@@ -208,6 +218,9 @@ class Engine:
             evictions=pool.evictions,
             step_seconds=self.step_seconds,
             prefill_tokens_per_s=1 / prefill if prefill else 0.0,
+            verified=self.verifier.verified,
+            verify_mismatches=self.verifier.mismatches,
+            verify_skipped=self.verifier.skipped,
         )
 
     def _measure(self, plan: StepPlan, result: StepResult) -> None:

@@ -19,9 +19,13 @@ class Executor(Protocol):
         ...
 
     def read_blocks(self, blocks: list[int]) -> np.ndarray:
-        """A copy of KV block slabs, uint8 [len(blocks), block_bytes]. Only between steps."""
+        """A copy of KV block slabs, uint8 [len(blocks), block_bytes].
+
+        On any thread, also during a step: blocks that are full do not change while a request refers to them. Whoever
+        reads must look afterwards whether it still did.
+        """
         ...
 
     def write_blocks(self, blocks: list[int], data: np.ndarray) -> None:
-        """Fill KV blocks with slabs. Only between steps, only blocks no sequence of a plan uses."""
+        """Fill KV blocks with slabs. On any thread, also during a step; only blocks no sequence of a plan uses."""
         ...

@@ -33,6 +33,14 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(parent + array("i", tokens).tobytes(), digest_size=HASH_BYTES).digest()
 
 
+def extend_chain(hashes: list[bytes], tokens: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
+    """`hashes`, the chain of the first blocks of `tokens`, extended to all its full blocks."""
+    for i in range(len(hashes), len(tokens) // block_size):
+        parent = hashes[-1] if hashes else root_hash(salt)
+        hashes.append(block_hash(parent, tokens[i * block_size : (i + 1) * block_size]))
+    return hashes
+
+
 @dataclass
 class HostTier:
     """Block contents kept in host memory: hash -> slot, least recently used leaves first.

@@ -56,6 +56,7 @@ class KVCache:
         self.format = fmt
         self.slabs = torch.empty((num_blocks, fmt.block_bytes), dtype=torch.uint8, device=device)
         self.host = torch.empty((host_slots, fmt.block_bytes), dtype=torch.uint8)
+        self._bytes = self.slabs.numpy() if self.slabs.device.type == "cpu" else None
         typed = self.slabs.view(fmt.dtype)
         self._layers = [(self._view(typed, i, False), self._view(typed, i, True)) for i in range(fmt.num_layers)]
 
@@ -83,13 +84,20 @@ class KVCache:
             self.slabs[torch.tensor(blocks)] = self.host[torch.tensor(slots)].to(self.slabs.device)
 
     def read(self, blocks: list[int]) -> np.ndarray:
-        """A copy of some blocks: uint8 [len(blocks), block_bytes]."""
-        return self.slabs[torch.tensor(blocks, dtype=torch.int64)].cpu().numpy()
+        """A copy of some blocks: uint8 [len(blocks), block_bytes]. On any thread; one pass over the bytes."""
+        if self._bytes is None:
+            return self.slabs[torch.tensor(blocks, dtype=torch.int64)].cpu().numpy()
+        data = np.empty((len(blocks), self.format.block_bytes), dtype=np.uint8)
+        for row, block in zip(data, blocks, strict=True):
+            np.copyto(row, self._bytes[block])  # without the GIL, and without torch's threads
+        return data
 
     def write(self, blocks: list[int], data: np.ndarray) -> None:
-        """Fill blocks with slabs read elsewhere; `data` may be read-only."""
+        """Fill blocks with slabs read elsewhere; `data` may be read-only. On any thread; one pass over the bytes."""
         if data.shape != (len(blocks), self.format.block_bytes):
             raise ValueError(f"slabs of shape {data.shape} for {len(blocks)} blocks of {self.format.block_bytes} bytes")
-        if blocks:
-            index = torch.tensor(blocks, dtype=torch.int64)
-            self.slabs[index] = torch.from_numpy(np.array(data)).to(self.slabs.device)
+        if self._bytes is None:
+            self.slabs[torch.tensor(blocks, dtype=torch.int64)] = torch.from_numpy(np.array(data)).to(self.slabs.device)
+            return
+        for row, block in zip(data, blocks, strict=True):
+            np.copyto(self._bytes[block], row)

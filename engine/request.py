@@ -33,7 +33,7 @@ class Request:
     params: SamplingParams
     seed: int
     client: str = ""  # the ingress that is to receive the tokens
-    priority: int = 0  # lower is earlier
+    priority: int = 0  # lower is earlier; below 0 is the high class
     epoch: Epoch = (0, 0)
     arrival: float = 0.0  # engine clock, seconds
     order: int = 0  # arrival number in this engine; ties are impossible
@@ -49,9 +49,17 @@ class Request:
     preemptions: int = 0
     started: bool = False  # was admitted at least once
     last_moved: float = float("-inf")  # engine clock, seconds: when it came here, or tried to leave
+    queued_at: float | None = None  # engine clock, seconds: in the queue, with the time since then not yet in waited_s
+    waited_s: float = 0.0  # time spent in queues, of all engines
+    lift: int = 0  # steps of priority it has gained by that (engine/order.py)
 
     def __post_init__(self) -> None:
         self.tokens = self.prompt + self.output
+
+    @property
+    def high(self) -> bool:
+        """Of the high class, for which engines keep room."""
+        return self.priority < 0
 
     @property
     def pending(self) -> int:
@@ -75,6 +83,7 @@ class Request:
             "epoch": list(self.epoch),
             "cached_tokens": self.cached_tokens,
             "started": self.started,
+            "waited_s": self.waited_s,
         }
 
     @classmethod
@@ -92,6 +101,7 @@ class Request:
         )
         request.cached_tokens = record.get("cached_tokens", 0)
         request.started = record.get("started", False)
+        request.waited_s = record.get("waited_s", 0.0)
         return request
 
 

@@ -1,9 +1,9 @@
 """What runs in the next step: pure Python on ints, no torch, an injected clock.
 
 One token budget a step, shared by every kind of work, because all work is the same subtraction `tokens - computed`:
-first the running requests in order, then the waiting ones while there is room. The order is (priority, arrival) under
-the priority policy and arrival under fcfs; a request keeps its place when it is preempted. If blocks run out, the last
-running request in that order is preempted, so the first one always progresses.
+first the running requests in order, then the waiting ones while there is room. What the orders are is said in
+engine/order.py; a request keeps its place when it is preempted. If blocks run out, the last running request is
+preempted, so the first one always progresses.
 
 Ownership of blocks, from the scheduler's side:
 
@@ -15,13 +15,13 @@ Ownership of blocks, from the scheduler's side:
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from engine.event import NOT_FINITE, QUEUE_TIMEOUT, Event
-from engine.kv import BlockPool, block_hash, root_hash
+from engine.kv import BlockPool, extend_chain
+from engine.order import Order
 from engine.request import Epoch, Request, Status
 from engine.reservations import Refused, Reservations
 from engine.step import SequenceStart, StepPlan, StepResult, Work
@@ -58,8 +58,10 @@ class Scheduler:
         self.clock = clock
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
-        self.running: list[Request] = []  # both sorted by _key
+        self.running: list[Request] = []  # both sorted by `order`
+        self.order = Order(config.policy == "priority", config.max_queue_time_s)
         self.reservations = Reservations(pool, config.reservation_s)
+        self.lent: list[int] = []  # blocks used in idle time, back as soon as anybody comes (engine/verification.py)
         self.preemptions = 0
         self.prompt_tokens = self.cached_tokens = 0  # totals, counted when a request is first admitted
         self.swap_seconds_per_block = 0.0  # measured; 0 until the first swap, which makes SWAP the first guess
@@ -123,6 +125,11 @@ class Scheduler:
             self._head is not None or self.reservations or any(r.status is Status.RUNNING for r in self.running)
         )
 
+    @property
+    def idle(self) -> bool:
+        """Nobody is here, and nobody has room promised."""
+        return not self.requests and not self.reservations
+
     # -- a step -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> tuple[StepPlan, list[Event]]:
@@ -130,6 +137,7 @@ class Scheduler:
         now = self.clock()
         self.reservations.expire(now)
         events = self._expire_waiting(now)
+        self.order.lift(self.waiting, now)
         if self._prompt_started is not None:
             self._prompt_latency = now - self._prompt_started
             self._prompt_started = None
@@ -158,10 +166,18 @@ class Scheduler:
             budget -= count
         if not preempted:
             self._admit(budget, now, starts, work)
+        return self.plan(starts, work), events
+
+    def plan(self, starts: list[SequenceStart], work: list[Work]) -> StepPlan:
+        """The next plan, with the copies and ends that have gathered. It must be executed."""
         swap_out, swap_in = self.pool.drain_copies()
         ended, self._ended = self._ended, []
         self._step += 1
-        return StepPlan(self._step, starts, work, ended, swap_out, swap_in), events
+        return StepPlan(self._step, starts, work, ended, swap_out, swap_in)
+
+    def drop(self, sequence_id: str) -> None:
+        """The executor forgets a sequence with the next plan."""
+        self._ended.append(sequence_id)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Event]:
         """Apply a result: advance, append tokens, end what is done."""
@@ -191,6 +207,7 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None or request.status not in (Status.RUNNING, Status.WAITING):
             raise Refused(f"request {request_id} is not running here")
+        self.order.book(request, self.clock())
         request.status = Status.HELD
         return request
 
@@ -254,14 +271,11 @@ class Scheduler:
         record.computed = computed
         record.status = Status.RUNNING
         record.started = True
-        bisect.insort(self.running, record, key=self._key)
+        self.order.join(self.running, record, self.clock())
         self._register(record)
         return record
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def _key(self, request: Request) -> tuple[int, int]:
-        return (request.priority if self.config.policy == "priority" else 0, request.order)
 
     @property
     def _seats(self) -> int:
@@ -280,7 +294,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.status = Status.WAITING
-        bisect.insort(self.waiting, request, key=self._key)
+        self.order.enqueue(self.waiting, request, self.clock())
 
     def _admit(self, budget: int, now: float, starts: list[SequenceStart], work: list[Work]) -> None:
         """Move waiting requests to running while budget, seats and blocks last; strictly in order."""
@@ -309,7 +323,7 @@ class Scheduler:
                 self.prompt_tokens += len(request.prompt)
                 self.cached_tokens += request.cached_tokens
             request.status = Status.RUNNING
-            bisect.insort(self.running, request, key=self._key)
+            self.order.join(self.running, request, now)
             new = self._extend(request, request.computed + count)
             self._place(request, count, new, starts, work)
             budget -= count
@@ -388,7 +402,7 @@ class Scheduler:
         request.computed = request.registered = 0
         if request.id in self._placed:
             self._placed.discard(request.id)
-            self._ended.append(request.id)
+            self.drop(request.id)
 
     def _remove(self, request: Request) -> None:
         (self.running if request.blocks else self.waiting).remove(request)
@@ -401,13 +415,7 @@ class Scheduler:
         return self._chain(request.id, request.tokens, request.hashes)
 
     def _chain(self, request_id: str, tokens: Sequence[int], hashes: list[bytes]) -> list[bytes]:
-        """`hashes`, extended to all full blocks of tokens."""
-        size = self.pool.block_size
-        for i in range(len(hashes), len(tokens) // size):
-            salt = "" if self.config.prefix_caching else request_id
-            parent = hashes[-1] if hashes else root_hash(salt)
-            hashes.append(block_hash(parent, tokens[i * size : (i + 1) * size]))
-        return hashes
+        return extend_chain(hashes, tokens, self.pool.block_size, "" if self.config.prefix_caching else request_id)
 
     def _register(self, request: Request) -> None:
         """Make the full blocks whose KV is written findable."""
@@ -441,9 +449,9 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold; for tests and for idle time."""
         owned = [r.blocks for r in self.running] + [r.blocks for r in self.reservations.held.values()]
-        self.pool.check(owned)
+        self.pool.check([*owned, self.lent])
         assert all(not r.blocks for r in self.waiting)
         assert len(self.running) + len(self.reservations) <= self.config.max_num_seqs
         assert set(self.requests) == {r.id for r in self.running + self.waiting}
-        for queue in (self.running, self.waiting):
-            assert queue == sorted(queue, key=self._key)
+        assert self.waiting == sorted(self.waiting, key=self.order.in_queue)
+        assert self.running == sorted(self.running, key=self.order.in_batch)

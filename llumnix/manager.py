@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llumnix.load import PROTOCOL_VERSION, LoadReport, freeness
+from llumnix.settings import DEFAULTS, LlumnixSettings
 
 SUSPECT_S = 3.0  # silence after which an engine is shown as suspect
 GONE_S = 10.0  # silence after which it leaves the view
@@ -59,12 +60,13 @@ class ClusterView:
     def view(self, now: float, known: Collection[str] = ()) -> dict[str, Any]:
         """What ingresses follow: {"v", "version", "engines": {id: {"actor", "report", "silent_s"}}}.
 
-        Actors are large to send: they are None for the engines that the ingress knows already.
+        Actors are large to send: they are None for the engines that the ingress knows already. What could move is
+        nothing to ingresses.
         """
         engines = {
             name: {
                 "actor": None if name in known else member.actor,
-                "report": member.report.to_message(),
+                "report": {**member.report.to_message(), "movable": ()},
                 "silent_s": now - member.heard,
             }
             for name, member in self.members.items()
@@ -75,7 +77,7 @@ class ClusterView:
         """Of the engines that have been heard of lately: the others may be gone."""
         return [member.report for member in self.members.values() if now - member.heard <= SUSPECT_S]
 
-    def snapshot(self, now: float) -> dict[str, Any]:
+    def snapshot(self, now: float, settings: LlumnixSettings = DEFAULTS) -> dict[str, Any]:
         """For people and metrics: every engine with its state and freeness."""
         replicas = []
         for name, member in sorted(self.members.items()):
@@ -92,7 +94,7 @@ class ClusterView:
                         "free": report.free_blocks,
                         "cached": report.cached_blocks,
                     },
-                    "freeness": freeness(report),
+                    "freeness": freeness(report, settings),
                     "running": report.running,
                     "waiting": report.waiting,
                 }

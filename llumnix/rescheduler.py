@@ -87,17 +87,19 @@ class Rescheduler:
         self.open[command.number] = command
         return command
 
-    def done(self, command: Command, results: Iterable[dict[str, Any]], at: float) -> None:
-        """What a source did. `at`: seconds since the epoch, for people."""
+    def done(self, command: Command, results: Iterable[dict[str, Any]], at: float) -> list[dict[str, Any]]:
+        """What a source did; returns the moves as the history keeps them. `at`: seconds since the epoch, for people."""
         self.open.pop(command.number, None)
-        for result in results:
+        moves = [{**result, "downtime_ms": None, "at": at} for result in results]
+        for result in moves:
             self.counts[result["cause"], result["outcome"]] += 1
             for name in ("blocks_sent", "blocks_skipped", "bytes", "stages"):
                 self.totals[name] += result[name]
-            self.moves.append({**result, "downtime_ms": None, "at": at})
+            self.moves.append(result)
             if result["cause"] == DRAIN:
                 drained = self.drains.setdefault(result["source"], Drained())
                 drained.failed += result["outcome"] != "moved"
+        return moves
 
     def downtime(self, request_id: str, epoch: Iterable[int], seconds: float) -> str | None:
         """What an ingress saw of a move: its last token before to its first after. Returns the cause."""

@@ -11,8 +11,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.options.option import ConfigError, Kind, Option
 
@@ -24,7 +23,8 @@ DISPATCH_POLICIES = (
 REQUEST_POLICIES = ("SR", "LR", "LCR", "FCW", "FCWSR")
 
 
-def _setting(kind: Kind, default: Any, help: str, **rest: Any) -> Any:
+def setting(kind: Kind, default: Any, help: str, **rest: Any) -> Any:
+    """A dataclass field with its declaration; `declared` fills in the name."""
     return dataclasses.field(default=default, metadata={"option": Option("", kind, default, help, **rest)})
 
 
@@ -33,11 +33,11 @@ class LlumnixSettings:
     """Values. Construction checks types, ranges and combinations; raises ConfigError, one line."""
 
     # Dispatch
-    dispatch_policy: str = _setting("str", "llumnix", "where a new request goes", choices=DISPATCH_POLICIES)
-    high_headroom: bool = _setting(
+    dispatch_policy: str = setting("str", "llumnix", "where a new request goes", choices=DISPATCH_POLICIES)
+    high_headroom: bool = setting(
         "bool", True, "engines that run a request of the high class (priority below 0) keep the rest of them away"
     )
-    high_target_share: float = _setting(
+    high_target_share: float = setting(
         "float",
         1600 / (PAPER_BLOCKS * 16),
         "share of an engine's KV below which decoding is at its fastest: what the high class leaves to be used",
@@ -46,73 +46,72 @@ class LlumnixSettings:
     )
 
     # Which engines exchange requests
-    enable_moves: bool = _setting("bool", True, "false: requests move only away from engines that drain")
-    pairing_interval_s: float = _setting("float", 0.2, "seconds between rounds of pairing", low=0.01, high=60.0)
-    migrate_out_share: float = _setting(
+    enable_moves: bool = setting("bool", True, "false: requests move only away from engines that drain")
+    pairing_interval_s: float = setting("float", 0.2, "seconds between rounds of pairing", low=0.01, high=60.0)
+    migrate_out_share: float = setting(
         "float", 3 / PAPER_BLOCKS, "engines with a lower freeness give requests away", low=0.0, high=1.0
     )
-    migrate_in_share: float = _setting(
+    migrate_in_share: float = setting(
         "float", 6 / PAPER_BLOCKS, "engines take requests while their freeness stays higher", low=0.0, high=1.0
     )
-    max_moves_per_engine: int = _setting("int", 1, "moves at a time to or from one engine", low=1, high=64)
-    max_moves_draining: int = _setting(
+    max_moves_per_engine: int = setting("int", 1, "moves at a time to or from one engine", low=1, high=64)
+    max_moves_draining: int = setting(
         "int", 4, "moves at a time from an engine that drains, and to one that takes from it", low=1, high=64
     )
-    max_moves: int = _setting("int", 128, "moves at a time in the whole cluster", low=1, high=65536)
+    max_moves: int = setting("int", 128, "moves at a time in the whole cluster", low=1, high=65536)
 
     # Which request moves, and how
-    request_policy: str = _setting(
+    request_policy: str = setting(
         "str",
         "SR",
         "SR shortest running, LR longest running, LCR last come running, FCW first come waiting, FCWSR waiting first",
         choices=REQUEST_POLICIES,
     )
-    move_cooldown_s: float = _setting(
+    move_cooldown_s: float = setting(
         "float", 2.0, "a request stays this long after a move, unless its engine drains", low=0.0, high=3600.0
     )
-    movable_reported: int = _setting("int", 8, "movable requests that a load report lists", low=1, high=64)
-    bandwidth_mb_per_s: float = _setting(
+    movable_reported: int = setting("int", 8, "movable requests that a load report lists", low=1, high=64)
+    bandwidth_mb_per_s: float = setting(
         "float", 0.0, "most megabytes a second that one engine sends for moves; 0: no limit", low=0.0
     )
-    max_stages: int = _setting(
+    max_stages: int = setting(
         "int", 4, "copies of a move while the request decodes on, before it is held", low=1, high=64
     )
-    last_stage_blocks: int = _setting(
+    last_stage_blocks: int = setting(
         "int", 2, "blocks left when the request is held for the last copy", low=1, high=1024
     )
-    reservation_timeout_s: float = _setting(
+    reservation_timeout_s: float = setting(
         "float", 10.0, "a destination frees promised blocks after this long without news", low=0.1, high=600.0
     )
-    transfer_timeout_s: float = _setting(
+    transfer_timeout_s: float = setting(
         "float", 10.0, "one transfer or call of a move may take this long", low=0.1, high=600.0
     )
-    verify_moves: float = _setting(
+    verify_moves: float = setting(
         "float", 0.01, "share of moved or resumed requests that are computed again and compared", low=0.0, high=1.0
     )
 
     # How many engines
-    scale_low_share: float = _setting(
+    scale_low_share: float = setting(
         "float", 10 / PAPER_BLOCKS, "average freeness below which a replica is added", low=0.0, high=1.0
     )
-    scale_high_share: float = _setting(
+    scale_high_share: float = setting(
         "float", 60 / PAPER_BLOCKS, "average freeness above which a replica is taken away", low=0.0, high=1.0
     )
-    scale_interval_s: float = _setting("float", 10.0, "seconds between decisions on scaling", low=0.1, high=3600.0)
-    scale_up_after_s: float = _setting(
+    scale_interval_s: float = setting("float", 10.0, "seconds between decisions on scaling", low=0.1, high=3600.0)
+    scale_up_after_s: float = setting(
         "float", 0.0, "the average must be below the band this long", low=0.0, high=86400.0
     )
-    scale_down_after_s: float = _setting(
+    scale_down_after_s: float = setting(
         "float", 10.0, "the average must be above the band this long", low=0.0, high=86400.0
     )
-    scale_to_zero_after_s: float = _setting(
+    scale_to_zero_after_s: float = setting(
         "float", 300.0, "the last replica goes after this long without a request, if min_replicas is 0", low=1.0,
         high=86400.0,
     )  # fmt: skip
-    pd_ratio: str = _setting("str", "none", "prefill : decode replicas, such as 1:3; none: every replica does both")
+    pd_ratio: str = setting("str", "none", "prefill : decode replicas, such as 1:3; none: every replica does both")
 
     def __post_init__(self) -> None:
-        for name, option in options().items():
-            object.__setattr__(self, name, option.coerce(getattr(self, name), f"llumnix_config.{name}"))
+        coerce(self, "llumnix_config")
         if self.migrate_in_share < self.migrate_out_share:
             raise ConfigError(
                 f"--llumnix_config.migrate_in_share is {self.migrate_in_share:g}, must be at least migrate_out_share "
@@ -128,13 +127,7 @@ class LlumnixSettings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LlumnixSettings:
         """Settings from a parsed file. Raises ConfigError for unknown keys, wrong types and values out of range."""
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"llumnix_config holds {type(values).__name__}, must be a mapping of settings")
-        for key in values:
-            if key not in options():
-                near = difflib.get_close_matches(str(key), options(), 1, 0.0)
-                raise ConfigError(f"llumnix_config has no setting {key!r}, the nearest is {near[0]}")
-        return cls(**values)
+        return strict(cls, values, "llumnix_config")
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> LlumnixSettings:
@@ -163,13 +156,40 @@ def parse_ratio(text: str) -> tuple[int, int] | None:
     return int(parts[0]), int(parts[1])
 
 
-@cache
+T = TypeVar("T")
+
+
+_declared: dict[Any, dict[str, Option]] = {}
+
+
+def declared(kind: Any) -> dict[str, Option]:
+    """The declarations of a dataclass made of `setting`s, by name; documentation is made from them."""
+    if kind not in _declared:
+        fields = dataclasses.fields(kind)
+        _declared[kind] = {f.name: dataclasses.replace(f.metadata["option"], name=f.name) for f in fields}
+    return _declared[kind]
+
+
 def options() -> dict[str, Option]:
-    """The declaration of every setting by its name; documentation is made from it."""
-    return {
-        field.name: dataclasses.replace(field.metadata["option"], name=field.name)
-        for field in dataclasses.fields(LlumnixSettings)
-    }
+    """The declaration of every setting by its name."""
+    return declared(LlumnixSettings)
+
+
+def coerce(values: Any, where: str) -> None:
+    """Check the fields of a new object made of `setting`s and give them their types. Raises ConfigError."""
+    for name, option in declared(type(values)).items():
+        object.__setattr__(values, name, option.coerce(getattr(values, name), f"{where}.{name}"))
+
+
+def strict(kind: type[T], values: Any, where: str) -> T:
+    """An object made of `setting`s from a parsed file: unknown keys are a ConfigError that names the nearest."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} holds {type(values).__name__}, must be a mapping of settings")
+    for key in values:
+        if key not in declared(kind):
+            near = difflib.get_close_matches(str(key), declared(kind), 1, 0.0)
+            raise ConfigError(f"{where} has no setting {key!r}, the nearest is {near[0]}")
+    return kind(**values)
 
 
 DEFAULTS = LlumnixSettings()

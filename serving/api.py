@@ -82,16 +82,18 @@ class Api:
         if name not in self.config.served_model_name:
             raise not_found_model(name, list(self.config.served_model_name))
 
-    async def chat(self, body: bytes) -> Answer:
-        """/v1/chat/completions. Raises APIError before anything is queued."""
+    async def chat(self, body: bytes, priority: int | None = None) -> Answer:
+        """/v1/chat/completions; `priority` is the header's. Raises APIError before anything is queued."""
         request, prompt = await _prepared(self._prepare_chat, body)
+        _set_priority(request, priority)
         await self._ready()
         request_id = responses.new_chat_id()
         return self._answer(request, request_id, self._sequences(request, request_id, [prompt]), chat=True)
 
-    async def completion(self, body: bytes) -> Answer:
+    async def completion(self, body: bytes, priority: int | None = None) -> Answer:
         """/v1/completions: one choice for each prompt."""
         request, prompts = await _prepared(self._prepare_completion, body)
+        _set_priority(request, priority)
         await self._ready()
         request_id = responses.new_completion_id()
         return self._answer(request, request_id, self._sequences(request, request_id, prompts), chat=False)
@@ -267,6 +269,15 @@ class Api:
 
 async def _prepared(prepare: Callable[[bytes], P], body: bytes) -> P:
     return prepare(body) if len(body) < OFF_LOOP_BYTES else await asyncio.to_thread(prepare, body)
+
+
+def _set_priority(request: CommonRequest, header: int | None) -> None:
+    """Body and header may both say it. Raises APIError 400 if they differ."""
+    if header is None:
+        return
+    if "priority" in request.model_fields_set and request.priority != header:
+        raise bad_request(f"priority is {request.priority} and X-Priority is {header}, give one of them", "priority")
+    request.priority = header
 
 
 def _check_ids_only(request: CommonRequest) -> None:

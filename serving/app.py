@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: Serve reads the type of build's argument as an object.
 
-from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -14,24 +13,23 @@ from serving.config import AppArgs
 from serving.ingress import Ingress
 from serving.manager import Manager
 from serving.replica import EngineReplica
+from serving.rescheduling import user_config
 
 APP_NAME = "llm"
 DRAIN_MARGIN_S = 10.0
 
 
 def build(args: AppArgs) -> serve.Application:
-    """Ingress -> engines, with the manager beside them."""
-    return application(args.config, {})
-
-
-def application(config: EngineConfig, settings: Mapping[str, Any]) -> serve.Application:
-    """`settings`: those of LlumnixSettings that differ from their defaults."""
+    """Ingress -> engines, with the manager beside them. Its user_config may change while everything runs."""
+    config = args.config
     values: dict[str, Any] = config.to_dict()
-    manager = Manager.bind(config.log_level)  # type: ignore[attr-defined]
+    manager = Manager.options(  # type: ignore[attr-defined]
+        user_config=user_config(config)
+    ).bind(config.log_level)
     engines = EngineReplica.options(  # type: ignore[attr-defined]
         placement_group_bundles=[{"CPU": cpus_per_replica(config)}],
         graceful_shutdown_timeout_s=config.drain_deadline_s + DRAIN_MARGIN_S,
-        **number_of_replicas(config, settings),
+        **number_of_replicas(config),
     ).bind(values, manager)
     ingress = Ingress.options(  # type: ignore[attr-defined]
         graceful_shutdown_timeout_s=config.request_timeout_s
@@ -39,10 +37,11 @@ def application(config: EngineConfig, settings: Mapping[str, Any]) -> serve.Appl
     return ingress.bind(values, manager, engines)
 
 
-def number_of_replicas(config: EngineConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+def number_of_replicas(config: EngineConfig) -> dict[str, Any]:
     """Serve's options: a fixed number, or limits between which serving.autoscaling decides."""
     if config.min_replicas is None or config.max_replicas is None:
         return {"num_replicas": config.num_replicas}
+    settings = user_config(config)["llumnix"]
     return {"autoscaling_config": autoscaling_config(config.min_replicas, config.max_replicas, settings)}
 
 

@@ -14,6 +14,9 @@ from engine.config import ConfigError, EngineConfig, resolve
 from engine.options.features import COMMANDS, REQUEST_FIELDS
 from engine.options.option import UNSET, Option
 from engine.options.resolution import all_options
+from llumnix.settings import LlumnixSettings, declared
+from llumnix.transfer import KVTransfer
+from serving.rescheduling import user_config
 
 
 class InvalidArguments(Exception):
@@ -35,7 +38,9 @@ class AppArgs(BaseModel):
         if not isinstance(data, dict):
             raise InvalidArguments(f"args is {data!r}, must be a mapping of parameter names to values")
         try:
-            return {"config": resolve(data)}
+            config = resolve(data)
+            user_config(config)  # the files it names
+            return {"config": config}
         except ConfigError as error:
             raise InvalidArguments(str(error)) from None
 
@@ -60,6 +65,9 @@ def parameters_markdown() -> str:
         lines += ["", f"### {group.capitalize() if group != 'kv cache' else 'KV cache'}", ""]
         lines += ["| parameter | other names | values | default | meaning |", "|---|---|---|---|---|"]
         lines += [_working_row(option) for option in working if option.group == group]
+    for title, kind in (("llumnix_config", LlumnixSettings), ("kv_transfer_config", KVTransfer)):
+        lines += ["", f"### Keys of {title}", "", "| setting | values | default | meaning |", "|---|---|---|---|"]
+        lines += [_setting_row(option) for option in declared(kind).values()]
     lines += ["", "## Known, not built yet", "", "Setting one of these to anything but its default is an error.", ""]
     lines += ["| parameter | other names | default | feature | meaning |", "|---|---|---|---|---|"]
     lines += [_waiting_row(option) for option in waiting]
@@ -70,9 +78,16 @@ def parameters_markdown() -> str:
 
 
 def _working_row(option: Option) -> str:
+    return f"| `{option.name}` | {_other_names(option)} | {_values(option)} | {_default(option)} | {option.help} |"
+
+
+def _setting_row(option: Option) -> str:
+    return f"| `{option.name}` | {_values(option)} | {_default(option)} | {option.help} |"
+
+
+def _values(option: Option) -> str:
     allowed = [str(choice) for choice in option.choices if choice not in option.refused]
-    values = " \\| ".join(allowed) or ", ".join(part for part in (option.kind, option.range_text) if part)
-    return f"| `{option.name}` | {_other_names(option)} | {values} | {_default(option)} | {option.help} |"
+    return " \\| ".join(allowed) or ", ".join(part for part in (option.kind, option.range_text) if part)
 
 
 def _waiting_row(option: Option) -> str:
@@ -94,6 +109,8 @@ def _show(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.4g}"
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 

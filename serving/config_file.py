@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from engine.config import ConfigError
 from engine.options.resolution import nearest, normalize
+from serving.rescheduling import parse_user_config
+from serving.strict_yaml import load_mapping
 
 APP_NAME = "llm"
 IMPORT_PATH = "serving.app:build"
@@ -33,20 +33,6 @@ class ConfigFile:
     proxy_location: str = "HeadOnly"
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML whose mappings must not repeat a key."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str | int | float | bool) and key in seen:
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice")
-            if isinstance(key, str | int | float | bool):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def read_config_file(path: str | Path) -> ConfigFile:
     """Read, lint and reduce a file to what `ferry serve` applies. Raises ConfigError with one line."""
     try:
@@ -62,14 +48,8 @@ def read_config_file(path: str | Path) -> ConfigFile:
 
 
 def load_yaml(text: str) -> dict[str, Any]:
-    try:
-        document = yaml.load(text, Loader=_UniqueKeys)
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError(f"{line}is not YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"is not YAML: {error}") from None
-    if not isinstance(document, dict):
+    document = load_mapping(text)
+    if not document:
         raise ConfigError("must be a mapping with the key applications")
     return document
 
@@ -92,6 +72,8 @@ def lint(document: dict[str, Any]) -> None:
         _keys(where, application, schema.ServeApplicationSchema.model_fields)
         for number, deployment in enumerate(application.get("deployments") or []):
             _keys(f"{where}.deployments[{number}]", deployment, schema.DeploymentSchema.model_fields)
+            if application.get("import_path") == IMPORT_PATH and deployment.get("name") == "Manager":
+                parse_user_config(deployment.get("user_config") or {})
         if application.get("import_path") == IMPORT_PATH:
             _arguments(f"{where}.args", application.get("args"))
     _types(document, schema.ServeDeploySchema)

@@ -11,15 +11,16 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
 from engine.config import EngineConfig
 from llumnix.load import READY, STARTING, LoadReport
-from llumnix.policies.dispatch import Booked, choose_engine
+from llumnix.settings import LlumnixSettings
 from serving import clock
+from serving.dispatch import Dispatcher
 from serving.messages import UNKNOWN, Output, error_output, is_terminal
 from serving.tracker import Abort, Dispatch, Effect, Emit, Replay, Send, Tracker, TrackerConfig
 from serving.waking import Waking
@@ -27,13 +28,13 @@ from serving.waking import Waking
 logger = logging.getLogger("ferry.ingress")
 
 BACKPRESSURE_ITEMS = 16
-BOOKING_S = 0.3  # a report sent after this long shows the request
 TICK_S = 0.05
 RENEW_S = 1.0  # at most a quarter of a lease
 IDLE_RENEW_S = 10.0  # for an engine without requests of this ingress
 VIEW_TIMEOUT_S = 5.0
 VIEW_RETRY_S = 0.3
 CLOSE_MARGIN_S = 0.3  # engines end their requests first
+UNREAD_S = 3.0  # an engine's outputs that have waited this long say that its stream is lost
 CUT_RETRY_S = 2.0  # when an engine whose stream was cut may be tried again
 STRANDED_S = 0.5  # between looks at why no engine takes a request
 
@@ -48,7 +49,6 @@ class Link:
     task: asyncio.Task[None] | None = None
     renewed: float = 0.0  # when its lease was last renewed
     unanswered_since: float | None = None  # the first renewal without an answer
-    booked: list[tuple[float, int]] = field(default_factory=list)  # (when, blocks)
 
 
 async def _never() -> bool:
@@ -76,6 +76,8 @@ class EngineClient:
         self.name = f"ingress-{os.urandom(6).hex()}"
         self.tracker = Tracker(self.name, _tracker_config(config, wake is not None))
         self.links: dict[str, Link] = {}
+        self.dispatcher = Dispatcher(config.block_size, config.enable_prefix_caching, config.step_timeout_s)
+        self.settings_version = -1  # of the manager's settings; -1: not heard yet
         self.starting: dict[str, str] = {}  # engines that are not ready yet -> phase
         self.avoid: dict[str, float] = {}  # lost engines -> when they may be tried again (inf: dead)
         self._queues: dict[str, asyncio.Queue[Output]] = {}
@@ -93,8 +95,7 @@ class EngineClient:
         """At least one engine takes requests and finishes its steps."""
         if self.tracker.closes_at is not None:
             return False
-        limit = self.config.step_timeout_s
-        return any(link.report.state == READY and link.report.stalled_s <= limit for link in self.links.values())
+        return self.dispatcher.ready
 
     @property
     def phase(self) -> str:
@@ -106,8 +107,7 @@ class EngineClient:
     @property
     def max_model_len(self) -> int | None:
         """Tokens the longest sequence may have on any ready engine; None before the first is ready."""
-        lengths = [link.report.max_model_len for link in self.links.values() if link.report.state == READY]
-        return max(lengths) if lengths else None
+        return self.dispatcher.max_model_len
 
     async def generate(
         self, request_id: str, prompt: list[int], params: dict[str, Any], priority: int = 0
@@ -197,23 +197,15 @@ class EngineClient:
         request = self.tracker.requests.get(effect.id)
         if request is None:
             return []
-        reports = {name: link.report for name, link in self.links.items()}
-        booked = {name: self._booked(link, now) for name, link in self.links.items()}
-        tokens = len(request.prompt) + len(request.output)
-        home = reports.get(effect.prefer or "")
-        if home is not None and home.state == READY and home.engine not in effect.exclude and not home.waiting:
-            engine: str | None = home.engine
-        else:
-            engine = choose_engine(reports, booked, tokens, effect.exclude, self.config.step_timeout_s)
+        home = self.links.get(effect.prefer or "")
+        if home is not None and (home.report.state != READY or home.id in effect.exclude or home.report.waiting):
+            home = None
+        engine = self.dispatcher.choose(
+            request.prompt, request.output, request.priority, effect.exclude, now, home.id if home else None
+        )
         if engine is None:
             return self.tracker.unassigned(effect.id, now)
-        link = self.links[engine]
-        link.booked.append((now, -(-tokens // link.report.block_size)))
         return self.tracker.assigned(effect.id, engine, now)
-
-    def _booked(self, link: Link, now: float) -> Booked:
-        link.booked = [booking for booking in link.booked if now - booking[0] < BOOKING_S]
-        return Booked(len(link.booked), sum(blocks for _, blocks in link.booked))
 
     async def _send(self, engine: str, message: dict[str, Any]) -> None:
         try:
@@ -239,7 +231,7 @@ class EngineClient:
         version = -1
         while True:
             try:
-                call = self.manager.view.remote(version, list(self.links))
+                call = self.manager.view.remote(version, list(self.links), self.settings_version)
                 view = await asyncio.wait_for(call, VIEW_TIMEOUT_S)
             except Exception as error:  # the manager is down or restarting: go on with what is known
                 logger.debug("no view from the manager: %s", type(error).__name__)
@@ -248,6 +240,9 @@ class EngineClient:
                 continue
             try:
                 self._merge(view["engines"])
+                if "settings" in view:
+                    self.dispatcher.settings = LlumnixSettings.of_message(view["settings"])
+                    self.settings_version = view["settings_version"]
                 version = view["version"]
             except Exception:
                 logger.exception("the manager's view cannot be used")
@@ -260,20 +255,28 @@ class EngineClient:
         now = clock.now()
         self.starting = {}
         for name, entry in engines.items():
-            report = LoadReport.from_message(entry["report"])
+            message = entry["report"]
             link = self.links.get(name)
             if link is not None:
-                if (report.incarnation, report.sequence) > (link.report.incarnation, link.report.sequence):
-                    link.report = report
+                if (message["incarnation"], message["sequence"]) > (link.report.incarnation, link.report.sequence):
+                    link.report = LoadReport.from_message(message)
+                    self.dispatcher.put(link.report)
                 continue
+            report = LoadReport.from_message(message)
             if report.state == STARTING:
                 self.starting[name] = report.phase
             elif (
                 self.avoid.get(name, 0.0) <= now and entry["actor"] is not None
             ):  # else: lost since this view was asked for
                 link = self.links[name] = Link(name, entry["actor"], report)
-                link.task = self._spawn(self._read(link))
+                self.dispatcher.put(report)
+                self._open(link)
         self.avoid = {name: when for name, when in self.avoid.items() if name in engines and when > now}
+
+    def _open(self, link: Link) -> None:
+        if link.task is not None:
+            link.task.cancel()
+        link.task = self._spawn(self._read(link))
 
     async def _read(self, link: Link) -> None:
         """The token stream of one engine, opened again by cursor when it ends."""
@@ -302,6 +305,7 @@ class EngineClient:
         if self.links.get(link.id) is not link:
             return
         del self.links[link.id]
+        self.dispatcher.remove(link.id)
         now = clock.now()
         self.avoid[link.id] = float("inf") if forever else now + CUT_RETRY_S
         owned = len(self.tracker.cursors(link.id))
@@ -341,8 +345,13 @@ class EngineClient:
         if link.unanswered_since is None:
             link.unanswered_since = now
         try:
-            await link.actor.renew.remote(self.name, self.tracker.cursors(link.id))
+            cursors, epochs = self.tracker.cursors(link.id), self.tracker.epochs(link.id)
+            answer = await link.actor.renew.remote(self.name, cursors, epochs)
             link.unanswered_since = None
+            untaken_s = answer.get("untaken_s", 0.0) if answer else 0.0  # older engines say nothing
+            if untaken_s > UNREAD_S and self.links.get(link.id) is link:
+                logger.warning("stream of engine %s is silent; it is opened again", link.id)
+                self._open(link)
         except Exception as error:  # the stream tells
             logger.debug("no answer to a renewal from engine %s: %s", link.id, type(error).__name__)
 

@@ -20,7 +20,14 @@ COUNTERS = {
     "ferry_prompt_tokens": ("prompt tokens of admitted requests", "prompt_tokens"),
     "ferry_prompt_tokens_cached": ("of those, tokens whose KV was found in a cache", "cached_tokens"),
     "ferry_generation_tokens": ("tokens sampled", "generated_tokens"),
+    "ferry_reservations_expired": (
+        "promises of room to requests on their way here that nobody used",
+        "reservations_expired",
+    ),
     "ferry_prefix_cache_evictions": ("cached blocks that were overwritten", "evictions"),
+    "ferry_verified": ("moved or resumed requests that were run again and compared", "verified"),
+    "ferry_verify_mismatches": ("of those, requests with a token that differs: must be 0", "verify_mismatches"),
+    "ferry_verify_skipped": ("of the sample, requests for which there was never the time", "verify_skipped"),
 }
 
 

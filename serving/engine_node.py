@@ -19,8 +19,10 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineStats
 from engine.event import Event
+from engine.request import Status
 from engine.sampling.params import SamplingParams
 from engine.scheduler import QueueFull
+from engine.verification import sampled
 from llumnix.load import DRAINING, MIXED, READY, STARTING, SUMMARY_BYTES, LoadReport, Movable, summarise
 from llumnix.policies.choice import BALANCE, DRAIN, listed
 from llumnix.policies.dispatch import CACHE_AWARE
@@ -101,6 +103,7 @@ class EngineNode:
         self.engine = engine
         self.compat_key, self.max_model_len = engine.compat_key, engine.scheduler.max_length
         self.block_bytes = engine.executor.read_blocks([0]).shape[1]
+        self._apply_settings()
         self.state, self.phase = READY, ""
         self.reporter.changed()
         return {"pid": os.getpid(), "engine": self.id, "max_model_len": self.max_model_len}
@@ -180,7 +183,8 @@ class EngineNode:
     async def add(self, message: dict[str, Any]) -> None:
         """Submit a request (see serving.tracker.Send). Whatever comes of it comes through the stream."""
         name, request_id, epoch = message["client"], message["id"], message["epoch"]
-        self.outboxes.opened(name, request_id, epoch, clock.now())
+        if not self.outboxes.opened(name, request_id, epoch, clock.now()):
+            return
         if self.state != READY:
             self._deliver({name: [self._going_away(request_id, epoch, ERROR_DRAINING)]})
             return
@@ -194,13 +198,20 @@ class EngineNode:
                 self.outboxes.closed(client, request_id)
             self.thread.post(partial(self._abort, request_id, epoch))
 
-    async def renew(self, client: str, cursors: dict[str, int]) -> None:
-        """An ingress is alive and has tokens up to these cursors; what it waits for in vain is told in its stream."""
+    async def renew(
+        self, client: str, cursors: dict[str, int], epochs: dict[str, list[int]] | None = None
+    ) -> dict[str, Any]:
+        """An ingress is alive and has tokens up to these cursors; what it waits for in vain, under the epochs it knows,
+        is told in its stream.
+
+        The answer says for how long nobody has taken its outputs: a stream may be lost without a word to either end.
+        """
         now = clock.now()
-        for request_id in self.outboxes.acknowledge(client, cursors, now):
+        for request_id in self.outboxes.acknowledge(client, cursors, now, epochs):
             lost = error_output(request_id, [2**31, 0], UNKNOWN)
-            self.outboxes.clients[client].pending.append(lost)
+            self.outboxes.clients[client].queue(lost, now)
             self.wake(client)
+        return {"v": PROTOCOL_VERSION, "untaken_s": self.outboxes.untaken_s(client, now)}
 
     async def replay(self, client: str, cursors: dict[str, int]) -> list[Output]:
         """Outputs of requests from the given indices on."""
@@ -286,7 +297,7 @@ class EngineNode:
         return [
             {
                 "id": r.id,
-                "status": r.status.value,
+                "status": Status.HELD.value if r.id in self.giving.moves else r.status.value,
                 "priority": r.priority,
                 "tokens": len(r.tokens),
                 "blocks": len(r.blocks),
@@ -300,14 +311,23 @@ class EngineNode:
         by_client: dict[str, list[Output]] = defaultdict(list)
         for event in events:
             by_client[event.request.client].append(output_of(event))
+            self._verify(event)
         self.loop.call_soon_threadsafe(self._deliver, by_client)
+
+    def _verify(self, event: Event) -> None:
+        """Have a sample of what moved or was resumed run again when there is nothing else to do."""
+        request = event.request
+        if event.finish_reason is None or request.epoch == (0, 0) or not self.engine.reproducible:
+            return
+        if sampled(request.id, self.settings.verify_moves):
+            self.engine.verifier.offer(request)
 
     def _on_look(self, engine: Engine) -> None:
         """What a load report says beside the stats."""
         candidates = movable(engine, all_of_them=self.state == DRAINING)
         self.movable = listed(candidates, self.settings, engine.clock(), DRAIN if self.state == DRAINING else BALANCE)
-        if self.settings.dispatch_policy in CACHE_AWARE:
-            self.prefix = summarise(engine.scheduler.pool.recent(SUMMARY_BYTES // 5))
+        looks = self.settings.dispatch_policy in CACHE_AWARE
+        self.prefix = summarise(engine.scheduler.pool.recent(SUMMARY_BYTES // 5)) if looks else ""
 
     def _look_again(self) -> None:
         """A draining engine has other requests to report than a ready one; it says so without waiting for a step."""
@@ -408,10 +428,15 @@ class EngineNode:
         """What the manager says to a report: this engine's role, and the settings when they are new."""
         self.role = answer.get("role", self.role)
         if "settings" in answer:
-            self.settings, self.settings_version = (
-                LlumnixSettings.of_message(answer["settings"]),
-                answer["settings_version"],
-            )
+            self.settings = LlumnixSettings.of_message(answer["settings"])
+            self.settings_version = answer["settings_version"]
+            self._apply_settings()
+
+    def _apply_settings(self) -> None:
+        """What of the settings lives in the engine; one that still starts takes it when it is there."""
+        if hasattr(self, "engine"):
+            reservations = self.engine.scheduler.reservations
+            self.thread.post(partial(setattr, reservations, "seconds", self.settings.reservation_timeout_s))
 
 
 def _load(stats: EngineStats) -> dict[str, Any]:

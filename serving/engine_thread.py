@@ -1,6 +1,7 @@
 """The thread that owns an Engine: it runs queued calls between steps and steps while there is work.
 
-When there is none it blocks on the queue, so an idle engine costs nothing.
+When there is none it first verifies what there is to verify (engine/verification.py) and then blocks on the queue, so
+an idle engine costs nothing.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class EngineThread(threading.Thread):
     def _loop(self, engine: Engine) -> None:
         stuck = False  # there is work, but none of it can run (all of it is held)
         while self._run_inbox(engine, stuck):
-            stuck = False
+            stuck = verifying = False
             if engine.has_work:
                 self._step_started = time.monotonic()
                 events = engine.step()
@@ -115,14 +116,19 @@ class EngineThread(threading.Thread):
                 stuck = engine.last_step_tokens == 0
                 if events:
                     self.on_events(events)
+            elif engine.verifier.has_work:
+                self._step_started = time.monotonic()
+                engine.verifier.step()
+                self._step_started = None
+                verifying = engine.verifier.has_work
             now = time.monotonic()
-            if now - self._stats_at > STATS_AGE_S or not engine.has_work:
+            if now - self._stats_at > STATS_AGE_S or not (engine.has_work or verifying):
                 self.stats, self._stats_at = engine.stats(), now
                 self.on_look(engine)
 
     def _run_inbox(self, engine: Engine, stuck: bool) -> bool:
         """Run what is queued, waiting for something if there is no work; False to stop."""
-        wait = stuck or not engine.has_work
+        wait = stuck or not (engine.has_work or engine.verifier.has_work)
         while True:
             try:
                 item = self._inbox.get(block=wait, timeout=STUCK_WAIT_S if stuck else None)

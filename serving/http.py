@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -11,12 +11,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from serving.openai.errors import APIError, internal
+from serving.openai.errors import APIError, bad_request, internal, shown
 from serving.openai.streaming import DONE, error_event
 
 logger = logging.getLogger("ferry.ingress")
 
 MAX_BODY_BYTES = 8 << 20
+PRIORITY = "X-Priority"
+PRIORITY_LIMIT = 2**31
 
 
 class EventStream(Response):
@@ -55,6 +57,22 @@ async def read_body(request: Request) -> bytes:
             raise APIError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
         parts.append(part)
     return b"".join(parts)
+
+
+def priority_of(headers: Mapping[str, str]) -> int | None:
+    """The integer in X-Priority; None without that header. Raises APIError 400."""
+    text = headers.get(PRIORITY.lower())
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        raise bad_request(f"{PRIORITY} is {shown(text)}, must be an integer", PRIORITY) from None
+    if not -PRIORITY_LIMIT <= value < PRIORITY_LIMIT:
+        raise bad_request(
+            f"{PRIORITY} is {shown(value)}, must be at least {-PRIORITY_LIMIT} and below {PRIORITY_LIMIT}", PRIORITY
+        )
+    return value
 
 
 async def http_exception(request: Request, error: HTTPException) -> Response:

@@ -23,13 +23,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from engine.config import EngineConfig
 from engine.source import resolve_model
 from engine.text.tokenizer import load_tokenizer
+from llumnix.rescheduler import COMMAND_TIMEOUT_S
 from serving.api import Answer, Api
 from serving.application import application_is_going
+from serving.cluster_api import move_error, parse_move
 from serving.engine_client import EngineClient
-from serving.http import EventStream, error_response, http_exception, read_body
-from serving.ingress_metrics import IngressMetrics
+from serving.http import EventStream, error_response, http_exception, priority_of, read_body
+from serving.ingress_metrics import IngressMetrics, dispatch_family
 from serving.logs import configure_logging
-from serving.metrics import families_of, render
+from serving.metrics import Family, families_of, render
 from serving.openai.errors import APIError, internal, unavailable
 from serving.openai.responses import model_card, model_list
 
@@ -39,12 +41,13 @@ T = TypeVar("T")
 
 METRICS_PERIOD_S = 1.0
 MANAGER_TIMEOUT_S = 2.0
+KEPT_DOWNTIMES = 1000
 
 
-async def answer_of(call: Awaitable[T]) -> T:
+async def answer_of(call: Awaitable[T], timeout_s: float | None = None) -> T:
     """The manager's answer. Raises APIError 503 when it is down or slow: nobody waits for it without a limit."""
     try:
-        return await asyncio.wait_for(call, MANAGER_TIMEOUT_S)
+        return await asyncio.wait_for(call, timeout_s or MANAGER_TIMEOUT_S)
     except Exception as error:
         logger.debug("no answer from the manager: %s", type(error).__name__)
         raise unavailable("the manager does not answer", 1.0) from None
@@ -115,9 +118,24 @@ class Ingress:
         """Every engine with its state, blocks and freeness, as the manager sees them. Raises APIError 503."""
         return await answer_of(self.manager.snapshot.remote())
 
+    async def migrate(self, request_id: str, destination: str, **options: Any) -> dict[str, Any]:
+        """Move a running request to another replica; the move, as in cluster(). Raises APIError 404, 409 or 503.
+
+        `options` of this one move: mechanism "live", "stop_and_copy", "recompute" or "requeue", and the keys of
+        kv_transfer_config.
+        """
+        if not await answer_of(self.manager.knows_engines.remote()):
+            raise unavailable("the manager has just started and knows no replica yet", 1.0)
+        call = self.manager.migrate.remote(request_id, destination, options)
+        answer = await answer_of(call, COMMAND_TIMEOUT_S + MANAGER_TIMEOUT_S)
+        if "error" in answer:
+            raise move_error(answer)
+        return answer
+
     async def info(self) -> dict[str, Any]:
-        """This ingress: its name towards the engines, its process, its open requests."""
-        return {"name": self.client.name, "pid": os.getpid(), "open": len(self.client.tracker.requests)}
+        """This ingress: its name towards the engines, its process, its open requests, how many it started again."""
+        tracker = self.client.tracker
+        return {"name": self.client.name, "pid": os.getpid(), "open": len(tracker.requests), "resumed": tracker.resumed}
 
     # -- HTTP ---------------------------------------------------------------------------------------------------
 
@@ -149,19 +167,33 @@ class Ingress:
             return JSONResponse({"status": "idle", "phase": self.client.phase})
         return JSONResponse({"status": "unavailable", "phase": self.client.phase}, 503, {"Retry-After": "1"})
 
+    @http.get("/cluster")
+    async def http_cluster(self) -> Response:
+        try:
+            return JSONResponse(await self.cluster())
+        except APIError as error:
+            return error_response(error)
+
+    @http.post("/cluster/migrate")
+    async def http_migrate(self, request: Request) -> Response:
+        try:
+            return JSONResponse(await self.migrate(*parse_move(await read_body(request))))
+        except APIError as error:
+            return error_response(error)
+
     @http.get("/metrics")
     async def http_metrics(self) -> Response:
         try:
             text = await answer_of(self.manager.metrics_text.remote())
         except APIError:  # the manager is down: this ingress at least
-            text = render([families_of(self.metrics.registry)])
+            text = render([self._families()])
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    async def _respond(self, handler: Callable[[bytes], Awaitable[Answer]], request: Request) -> Response:
+    async def _respond(self, handler: Callable[..., Awaitable[Answer]], request: Request) -> Response:
         try:
-            answer = await handler(await read_body(request))
+            answer = await handler(await read_body(request), priority_of(request.headers))
             if answer.stream is None:
                 return JSONResponse(await answer.whole())
             stream = answer.stream()
@@ -201,9 +233,22 @@ class Ingress:
             raise
 
     async def _push_metrics(self) -> None:
+        tracker = self.client.tracker
         while True:
             await asyncio.sleep(METRICS_PERIOD_S)
-            self.metrics.resumed.set(self.client.tracker.resumed)
-            families = families_of(self.metrics.registry)
+            families = self._families()
             with suppress(APIError):  # the next ones will do
                 await answer_of(self.manager.metrics.remote(self.client.name, families))
+            downtimes, tracker.downtimes = tracker.downtimes, []
+            try:
+                if downtimes:
+                    await answer_of(self.manager.downtime.remote(downtimes))
+            except APIError:  # those of a manager that is away for long are of no use any more
+                tracker.downtimes = [*downtimes, *tracker.downtimes][-KEPT_DOWNTIMES:]
+
+    def _families(self) -> list[Family]:
+        self.metrics.resumed.set(self.client.tracker.resumed)
+        return [
+            *families_of(self.metrics.registry),
+            dispatch_family(self.client.name, self.client.dispatcher.decisions),
+        ]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from serving.metrics import Family
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 600)
 
@@ -31,3 +35,12 @@ class IngressMetrics:
         """A sequence ended: with a finish reason or the kind of an error (serving/messages.py)."""
         self._done.labels(self._ingress, reason).inc()
         self._e2e.observe(seconds)
+
+
+def dispatch_family(ingress: str, decisions: Mapping[tuple[str, str], int]) -> Family:
+    """Requests sent by replica and policy; a replica that has gone is left out."""
+    samples = [
+        ("ferry_dispatches_total", {"ingress": ingress, "replica": replica, "policy": policy}, float(number))
+        for (replica, policy), number in sorted(decisions.items())
+    ]
+    return ("ferry_dispatches", "requests sent to a replica, resumed ones too", "counter", samples)

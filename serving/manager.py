@@ -11,28 +11,34 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 from ray import serve
 
+from engine.config import ConfigError
 from llumnix.load import DRAINING, MIXED, PROTOCOL_VERSION, READY
 from llumnix.manager import GONE_S, ClusterView, Member
 from llumnix.policies.choice import DRAIN, OPERATOR
 from llumnix.policies.roles import assign
 from llumnix.rescheduler import COMMAND_TIMEOUT_S, Command, Rescheduler
 from llumnix.settings import DEFAULTS, LlumnixSettings, parse_ratio
+from llumnix.transfer import KVTransfer
 from serving import clock
 from serving.logs import configure_logging
 from serving.metrics import Family, render
 from serving.move_metrics import Downtimes, move_families
 from serving.receipt import receipt_line
+from serving.rescheduling import parse_user_config
 
 logger = logging.getLogger("ferry.manager")
 
 POLL_S = 1.0
 SNAPSHOT_TIMEOUT_S = 1.0
+REQUEST_KEYS = ("id", "status", "priority", "tokens")  # of a request in /cluster
 LOGGED = ("request_id", "source", "destination", "cause", "mechanism", "outcome", "reason", "duration_ms", "held_ms")
 GAPS_S = 2.0  # after a drain, until its ingresses have told of the gaps they saw
 KEPT_DRAINS = 50
@@ -55,22 +61,34 @@ class Manager:
         configure_logging(log_level)
         self.cluster = ClusterView(started=time.monotonic())
         self.rescheduler = Rescheduler(replace(DEFAULTS, enable_moves=False))
-        self.settings_version = 0
+        self.settings_version = _version(self.rescheduler.settings)
+        self.transfer = KVTransfer()
+        self.configured = False
+        self.settings_error = ""  # why the newest user_config is not in force
         self.roles: dict[str, str] = {}
         self.sources: dict[str, tuple[float, list[Family]]] = {}  # process -> when, its metrics
         self.changed = asyncio.Event()
         self.downtimes = Downtimes()
+        self.early: list[tuple[float, tuple[str, Iterable[int], float]]] = []  # downtimes of moves not known to be over
         self.tasks: set[asyncio.Task[Any]] = set()
         self.pairing: asyncio.Task[Any] | None = None
         self.urgent = asyncio.Event()  # a round is due at once
         self.drains: deque[dict[str, Any]] = deque(maxlen=KEPT_DRAINS)  # receipts
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """`user_config`: {"llumnix": settings that differ from the defaults}; may change while everything runs."""
-        settings = LlumnixSettings.from_dict(user_config.get("llumnix", {}))
-        if settings != self.rescheduler.settings:
-            self.rescheduler.settings = settings
-            self.settings_version += 1
+        """`user_config`: {"llumnix": settings, "kv_transfer": how KV travels}, in both what differs from the defaults;
+        may change while everything runs. A wrong one ends a start; later the settings in force stay."""
+        try:
+            settings, transfer = parse_user_config(user_config)
+        except ConfigError as error:
+            if not self.configured:
+                raise
+            self.settings_error = str(error)
+            logger.error("the settings stay as they are: %s", error)
+            return
+        self.configured, self.settings_error = True, ""
+        self.transfer, self.rescheduler.settings = transfer, settings
+        self.settings_version = _version(settings)  # who reports or asks for the view hears of it with the answer
 
     async def report(self, message: dict[str, Any]) -> dict[str, Any]:
         """A load report of an engine, with its metrics now and then."""
@@ -104,19 +122,29 @@ class Manager:
         self.drains.append(receipt)
         logger.info("%s", receipt_line(receipt))
 
-    async def downtime(self, moves: list[tuple[str, list[int], float]]) -> None:
+    async def downtime(self, moves: list[tuple[str, Iterable[int], float]]) -> None:
         """What an ingress saw of moves: (request, epoch after it, seconds between two tokens)."""
-        for request_id, epoch, seconds in moves:
+        self.early += [(clock.now(), seen) for seen in moves]
+        self._match_downtimes()
+
+    def _match_downtimes(self) -> None:
+        """An ingress may tell of a move before its source does; one that never tells has no known cause."""
+        early, self.early = self.early, []
+        for when, (request_id, epoch, seconds) in early:
             cause = self.rescheduler.downtime(request_id, epoch, seconds)
-            self.downtimes.observe(cause or "unknown", seconds)
+            if cause is not None or clock.now() - when > COMMAND_TIMEOUT_S:
+                self.downtimes.observe(cause or "unknown", seconds)
+            else:
+                self.early.append((when, (request_id, epoch, seconds)))
 
     async def metrics(self, source: str, families: list[Family]) -> None:
         """The metrics of an ingress."""
         self._take_metrics(source, families)
 
-    async def view(self, version: int, known: list[str]) -> dict[str, Any]:
+    async def view(self, version: int, known: list[str], settings_version: int = -1) -> dict[str, Any]:
         """The cluster view, soon after it differs from `version`, after POLL_S at the latest; without the actors of
-        the engines in `known`. Busy engines change it all the time: every answer waits for what GATHER_S brings."""
+        the engines in `known`, and with the settings only if theirs is not `settings_version`. Busy engines change the
+        view all the time: every answer waits for what GATHER_S brings."""
         before = self.cluster.version
         self.cluster.tick(clock.now())
         self._notify(before)
@@ -124,47 +152,61 @@ class Manager:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), POLL_S)
         await asyncio.sleep(GATHER_S)
-        return self.cluster.view(clock.now(), known)
+        view = self.cluster.view(clock.now(), known)
+        if settings_version != self.settings_version:
+            view["settings"] = self.rescheduler.settings.to_message()
+            view["settings_version"] = self.settings_version
+        return view
 
     async def metrics_text(self) -> bytes:
         """All processes' metrics in Prometheus's text format."""
         own = move_families(self.rescheduler, self.cluster, self.downtimes)
         return render([*(families for _, families in self.sources.values()), own])
 
+    async def knows_engines(self) -> bool:
+        """False for a manager that has just started: it hears of the engines within moments."""
+        return bool(self.cluster.members)
+
     async def migrate(self, request_id: str, destination: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Move one request because an operator says so: what became of it, or {"error": kind, "message": str}."""
-        target = self.cluster.members.get(destination)
-        if target is None:
-            return {"error": "not_found", "message": f"no replica {destination!r}; GET /cluster lists them"}
+        """Move one request because an operator says so: the move, or {"error": kind, "message": str}.
+
+        `options` of this one move: "mechanism" (llumnix.migration.Mechanism) and the keys of kv_transfer_config.
+        """
+        if destination not in self.cluster.members:
+            return _error("not_found", f"no replica {destination!r}; GET /cluster lists them")
         found = await self._find(request_id)
         if found is None:
-            return {"error": "not_found", "message": f"no replica has a request {request_id!r}"}
+            return _error("not_found", f"no replica has a request {request_id!r}; GET /cluster lists them")
         source, name = found
         if source == destination:
-            return {"error": "conflict", "message": f"request {name} is on {destination} already"}
+            return _error("conflict", f"request {name} is on {destination} already")
         command = self.rescheduler.command(source, destination, OPERATOR, 1, 1 << 30, clock.now())
         results = await self._carry_out(command, {"request_id": name, **options})
         if not results:
-            return {
-                "error": "conflict",
-                "message": f"request {name} cannot move now: it is in its prefill, or has ended",
-            }
-        if results[0]["outcome"] != "moved":
-            return {"error": "conflict", "message": f"request {name} did not move: {results[0]['reason']}"}
-        return results[0]
+            return _error("conflict", f"request {name} cannot move now: it is in its prefill, or has ended")
+        move = results[0]
+        match move["outcome"]:
+            case "moved":
+                return for_people(move)
+            case "unconfirmed":
+                return _error("conflict", f"whether request {name} moved is not known: {move['reason']}")
+        return _error("conflict", f"request {name} did not move: {move['reason']}")
 
     async def snapshot(self) -> dict[str, Any]:
         """The cluster for people; the requests are what the engines say just now."""
         now = clock.now()
-        snapshot = self.cluster.snapshot(now)
+        snapshot = self.cluster.snapshot(now, self.rescheduler.settings)
         requests = await self._requests()
         for replica in snapshot["replicas"]:
-            replica["requests"] = requests.get(replica["id"], [])
-        snapshot["moves"] = list(self.rescheduler.moves)
+            found = requests.get(replica["id"], [])
+            replica["requests"] = [{key: request[key] for key in REQUEST_KEYS} for request in found]
+        snapshot["moves"] = [for_people(move) for move in self.rescheduler.moves]
         snapshot["manager"] |= {
             "rounds": self.rescheduler.rounds,
             "moves_under_way": len(self.rescheduler.open),
             "settings": self.rescheduler.settings.to_message(),
+            "settings_error": self.settings_error,
+            "kv_transfer": self.transfer.to_message(),
             "drains": list(self.drains),
         }
         return snapshot
@@ -205,7 +247,7 @@ class Manager:
         self.roles = assign(live, parse_ratio(self.rescheduler.settings.pd_ratio))
 
     async def _carry_out(self, command: Command, more: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send a command to its source and take in what it did."""
+        """Send a command to its source and take in what it did: its moves."""
         source = self.cluster.members.get(command.source)
         destination = self.cluster.members.get(command.destination)
         results: list[dict[str, Any]] = []
@@ -220,18 +262,20 @@ class Manager:
                 "waiting": command.waiting,
                 "prefill_tokens_per_s": destination.report.prefill_tokens_per_s,
                 "settings": self.rescheduler.settings.to_message(),
+                **self.transfer.to_message(),
                 **more,
             }
             try:
                 results = await asyncio.wait_for(source.actor.migrate.remote(message), COMMAND_TIMEOUT_S)
             except Exception as error:  # the source is gone, or hangs: its ingresses know what to do
                 logger.warning("engine %s did not carry out a move: %s", command.source, type(error).__name__)
-        self.rescheduler.done(command, results, time.time())
+        moves = self.rescheduler.done(command, results, time.time())
+        self._match_downtimes()
         if command.cause == DRAIN:
             self.urgent.set()
-        for result in results:
-            logger.info("move %s", {key: result[key] for key in LOGGED})
-        return results
+        for move in moves:
+            logger.info("move %s", {key: move[key] for key in LOGGED})
+        return moves
 
     async def _requests(self) -> dict[str, list[dict[str, Any]]]:
         """Engine -> its requests; an engine that does not answer in time is missing."""
@@ -267,3 +311,17 @@ class Manager:
         if self.cluster.version != before:
             self.changed.set()
             self.changed = asyncio.Event()
+
+
+def for_people(move: dict[str, Any]) -> dict[str, Any]:
+    """A move as /cluster shows it."""
+    return {key: value for key, value in move.items() if key != "epoch"}
+
+
+def _error(kind: str, message: str) -> dict[str, Any]:
+    return {"error": kind, "message": message}
+
+
+def _version(settings: LlumnixSettings) -> int:
+    """Made from the values, so that it means the same after a restart of the manager."""
+    return crc32(repr(sorted(settings.to_message().items())).encode())

@@ -9,10 +9,13 @@ from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from engine.reservations import Refused
 from llumnix.load import PROTOCOL_VERSION, READY
+from llumnix.transfer import NONE
 from serving import clock
-from serving.transport import decode
+from serving.transport import Payload, decode
 
 if TYPE_CHECKING:
     from serving.engine_node import EngineNode
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 Reply = dict[str, Any]
 Epoch = tuple[int, int]
 
+EMPTY = np.empty((0, 0), dtype=np.uint8)
 REMEMBERED = 10_000  # decisions on COMMIT; one that comes again gets the same answer
 
 
@@ -51,7 +55,7 @@ class MoveDestination:
     async def write(self, message: dict[str, Any]) -> Reply:
         """Put blocks into a promise, which grows to num_blocks first. The copy is not the engine thread's work."""
         key, first = message["key"], message["first"]
-        data = decode(message["data"])
+        data = await self._unpacked(message["data"])
         thread = self.node.thread
 
         def place() -> list[int]:
@@ -72,7 +76,11 @@ class MoveDestination:
 
     async def commit(self, message: dict[str, Any]) -> Reply:
         """Own the request. Repeated, it gets the answer it got the first time."""
-        reason = await self.node.thread.call(partial(self._adopt, message, self._unfit(message)))
+        try:
+            data, unfit = await self._unpacked(message["data"]), self._unfit(message)
+        except ValueError as error:
+            data, unfit = EMPTY, str(error)
+        reason = await self.node.thread.call(partial(self._adopt, message, data, unfit))
         if reason:
             return _no(reason)
         self.node.reporter.changed()
@@ -81,6 +89,10 @@ class MoveDestination:
     async def release(self, key: str) -> None:
         """Take a promise back."""
         self.node.thread.post(partial(self.node.engine.cancel_reservation, key))
+
+    async def _unpacked(self, payload: Payload) -> np.ndarray:
+        """Blocks, uint8 [count, block_bytes]; in a thread where that takes a while."""
+        return decode(payload) if payload["compression"] == NONE else await self.node.copy(partial(decode, payload))
 
     def _unfit(self, message: dict[str, Any]) -> str:
         """Why this engine takes no such request; empty if it does."""
@@ -97,12 +109,12 @@ class MoveDestination:
 
     # -- on the engine thread -----------------------------------------------------------------------------------
 
-    def _adopt(self, message: dict[str, Any], reason: str) -> str:
+    def _adopt(self, message: dict[str, Any], data: np.ndarray, reason: str) -> str:
         record, epoch = message["record"], (message["epoch"][0], message["epoch"][1])
         request_id = record["id"]
         known = self._decided.get((request_id, epoch))
         if known is None:
-            known = self._decided[request_id, epoch] = reason or self._take_in(message, record, epoch)
+            known = self._decided[request_id, epoch] = reason or self._take_in(message, data, record, epoch)
             while len(self._decided) > REMEMBERED:
                 self._decided.popitem(last=False)
             if not known:
@@ -110,13 +122,12 @@ class MoveDestination:
                 self.node.loop.call_soon_threadsafe(self._announce, record, message["epoch"], message["history"])
         return known
 
-    def _take_in(self, message: dict[str, Any], record: dict[str, Any], epoch: Epoch) -> str:
+    def _take_in(self, message: dict[str, Any], data: np.ndarray, record: dict[str, Any], epoch: Epoch) -> str:
         engine, key, computed = self.node.engine, message["key"], message["computed"]
         try:
             if message["reserved"]:
                 size = engine.scheduler.pool.block_size
                 engine.reserve(key, -(-len(record["prompt"] + record["output"]) // size))
-                data = decode(message["data"])
                 if len(data):
                     engine.write_reserved(key, message["first"], data)
                 engine.adopt(record, epoch, computed, key)

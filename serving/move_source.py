@@ -37,9 +37,10 @@ from llumnix.policies.choice import choose
 from llumnix.policies.mechanism import QUEUE, RECOMPUTE, Costs
 from llumnix.policies.mechanism import choose as choose_mechanism
 from llumnix.settings import LlumnixSettings
+from llumnix.transfer import NONE, SYNC, KVTransfer
 from serving import clock
 from serving.messages import MOVE_FAILED, error_output, moved_output
-from serving.transport import NONE, encode, num_bytes
+from serving.transport import Payload, encode, num_bytes
 
 if TYPE_CHECKING:
     from serving.engine_node import EngineNode
@@ -55,12 +56,13 @@ class MoveOptions:
     """How moves are done; from the manager's settings."""
 
     mechanism: Mechanism = Mechanism.LIVE
-    chunk_bytes: int = 8 << 20
+    chunk_bytes: int = 4 << 20
     max_stages: int = 4
     last_stage_blocks: int = 1
     transfer_timeout_s: float = 10.0
     bytes_per_s: float = 0.0  # 0: no limit
     compression: str = NONE
+    use_cached: bool = True  # blocks that the destination has in its cache are not sent
 
 
 @dataclass
@@ -100,7 +102,7 @@ class MoveSource:
         Which ones is decided here, from what runs now; with "request_id" it is that one. Ends early when there is
         nothing left to give or the destination takes no more.
         """
-        settings = LlumnixSettings.of_message(command["settings"])
+        settings, transfer = LlumnixSettings.of_message(command["settings"]), KVTransfer.of_message(command)
         destination, actor, cause = command["destination"], command["actor"], command["cause"]
         draining = self.node.state == DRAINING
         most = settings.max_moves_draining if draining else settings.max_moves_per_engine
@@ -115,13 +117,14 @@ class MoveSource:
             if chosen is None:
                 break
             options = MoveOptions(
-                self._mechanism(chosen, command, settings),
-                int(command.get("chunk_bytes", MoveOptions.chunk_bytes)),
+                self._mechanism(chosen, command, settings, transfer),
+                int(command.get("chunk_bytes", transfer.batch_bytes(self.node.block_bytes))),
                 settings.max_stages,
-                settings.last_stage_blocks,
+                transfer.last_blocks(settings.last_stage_blocks),
                 settings.transfer_timeout_s,
                 settings.bandwidth_mb_per_s * 1e6,
-                command.get("compression", NONE),
+                transfer.compression,
+                command.get("use_cached", True),
             )
             result = await self.move(chosen.id, destination, actor, options)
             results.append(result | {"cause": cause})
@@ -129,7 +132,9 @@ class MoveSource:
                 break
         return results
 
-    def _mechanism(self, request: Movable, command: dict[str, Any], settings: LlumnixSettings) -> Mechanism:
+    def _mechanism(
+        self, request: Movable, command: dict[str, Any], settings: LlumnixSettings, transfer: KVTransfer
+    ) -> Mechanism:
         if "mechanism" in command:
             return Mechanism(command["mechanism"])
         stats = self.node.thread.stats
@@ -142,7 +147,8 @@ class MoveSource:
             stats.step_seconds if stats is not None else 0.0,
         )
         chosen = choose_mechanism(request, 0, costs, settings)
-        return {QUEUE: Mechanism.REQUEUE, RECOMPUTE: Mechanism.RECOMPUTE}.get(chosen, Mechanism.LIVE)
+        copy = Mechanism.STOP_AND_COPY if transfer.transfer_mode == SYNC else Mechanism.LIVE
+        return {QUEUE: Mechanism.REQUEUE, RECOMPUTE: Mechanism.RECOMPUTE}.get(chosen, copy)
 
     async def move(self, request_id: str, destination: str, actor: Any, options: MoveOptions) -> dict[str, Any]:
         """Move one request to another engine; returns what became of it. Does not raise for what may go wrong."""
@@ -185,7 +191,8 @@ class MoveSource:
                 tokens = await self.node.thread.call(partial(self._tokens, move.request_id))
                 if tokens is None:
                     return machine.gone()
-                message = {**self._head(move), "num_blocks": num_blocks, "tokens": tokens}
+                message = {**self._head(move), "num_blocks": num_blocks}
+                message["tokens"] = tokens if move.options.use_cached else []
                 asked = clock.now()
                 reply = await self._ask(move, move.actor.reserve.remote, message)
                 self.call_s = clock.now() - asked
@@ -193,8 +200,9 @@ class MoveSource:
                     return _failed(machine, reply)
                 return machine.reserved(reply["present"], await self._look(move))
             case Send(first=first, count=number, num_blocks=num_blocks):
-                data = await self.node.copy(partial(self._read, move.table[first : first + number]))
-                reply = await self._write(move, first, data, num_blocks)
+                blocks = move.table[first : first + number]
+                payload = await self.node.copy(partial(self._packed, blocks, move.options.compression))
+                reply = await self._write(move, first, payload, num_blocks)
                 return machine.sent(number, await self._look(move)) if reply["ok"] else _failed(machine, reply)
             case Hold(first=first, copy=copy):
                 most = machine.limits.chunk_blocks if copy else 0
@@ -209,13 +217,16 @@ class MoveSource:
                 return effect
 
     async def _commit(self, move: Move, commit: Commit) -> Effect:
+        compression = move.options.compression
         if commit.count == 0:
-            data = EMPTY
-        elif move.data is not None and move.data_first == commit.first and len(move.data) >= commit.count:
-            data = move.data[: commit.count]
-        else:  # more was sent after the hold
-            data = await self.node.copy(partial(self._read, move.table[commit.first : commit.first + commit.count]))
-        payload = encode(data, move.options.compression)
+            payload = encode(EMPTY)
+        elif move.data is None or move.data_first != commit.first or len(move.data) < commit.count:
+            blocks = move.table[commit.first : commit.first + commit.count]  # more was sent after the hold
+            payload = await self.node.copy(partial(self._packed, blocks, compression))
+        elif compression == NONE:  # no thread: every moment counts
+            payload = encode(move.data[: commit.count])
+        else:
+            payload = await self.node.copy(partial(encode, move.data[: commit.count], compression))
         move.bytes_sent += num_bytes(payload)
         message = {
             **self._head(move),
@@ -231,8 +242,7 @@ class MoveSource:
         reply = await self._ask(move, move.actor.commit.remote, message)
         return move.machine.owned() if reply["ok"] else _failed(move.machine, reply)
 
-    async def _write(self, move: Move, first: int, data: np.ndarray, num_blocks: int) -> dict[str, Any]:
-        payload = encode(data, move.options.compression)
+    async def _write(self, move: Move, first: int, payload: Payload, num_blocks: int) -> dict[str, Any]:
         message = {"key": move.key, "first": first, "num_blocks": num_blocks, "data": payload}
         started = clock.now()
         reply = await self._ask(move, move.actor.write.remote, message)
@@ -361,9 +371,9 @@ class MoveSource:
             move.data, move.data_first = self.node.engine.export(move.request_id, first, left), first
         return _progress_of(request)
 
-    def _read(self, blocks: list[int]) -> np.ndarray:
+    def _packed(self, blocks: list[int], compression: str) -> Payload:
         """On any thread: if the blocks change hands meanwhile, the next look finds the request gone or preempted."""
-        return self.node.engine.executor.read_blocks(blocks)
+        return encode(self.node.engine.executor.read_blocks(blocks), compression)
 
 
 def movable(engine: Engine, all_of_them: bool = False) -> list[Movable]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from serving.messages import LEASE, Output, error_output, is_terminal
 
+NEVER, FIRST = [-1, -1], [0, 0]  # epochs
+
 
 @dataclass
 class Client:
@@ -17,9 +19,16 @@ class Client:
 
     last_seen: float
     pending: list[Output] = field(default_factory=list)
+    taken: float = 0.0  # when a stream last took what was pending, or there was nothing
     history: dict[str, list[Output]] = field(default_factory=dict)
     open: dict[str, list[int]] = field(default_factory=dict)  # requests without a terminal output -> epoch
+    newest: dict[str, list[int]] = field(default_factory=dict)  # requests with a history -> highest epoch seen
     ended: dict[str, float] = field(default_factory=dict)  # requests with one -> when
+
+    def queue(self, output: Output, now: float) -> None:
+        if not self.pending:
+            self.taken = now
+        self.pending.append(output)
 
 
 class Outboxes:
@@ -38,20 +47,24 @@ class Outboxes:
         client.last_seen = now
         return client
 
-    def opened(self, name: str, request_id: str, epoch: list[int], now: float) -> None:
-        """An ingress submitted a request (again, with a higher epoch, after a resume)."""
+    def opened(self, name: str, request_id: str, epoch: list[int], now: float) -> bool:
+        """An ingress submitted a request (again, with a higher epoch, after a resume), or it has moved here.
+
+        False if it is nothing new: the message came twice, or was overtaken by a newer life.
+        """
         client = self.seen(name, now)
-        if epoch < client.open.get(request_id, epoch):
-            return  # overtaken by a newer life
-        client.open[request_id] = epoch
+        if epoch <= client.newest.get(request_id, NEVER):
+            return False
+        client.open[request_id] = client.newest[request_id] = epoch
         client.history[request_id] = []
         client.ended.pop(request_id, None)
+        return True
 
     def closed(self, name: str, request_id: str) -> None:
         """An ingress wants nothing more of a request."""
         client = self.clients.get(name)
         if client is not None:
-            for table in (client.open, client.history, client.ended):
+            for table in (client.open, client.newest, client.history, client.ended):
                 table.pop(request_id, None)
 
     def push(self, name: str, outputs: Iterable[Output], now: float) -> None:
@@ -63,11 +76,16 @@ class Outboxes:
             request_id = output["id"]
             if request_id not in client.open or output["epoch"] < client.open[request_id]:
                 continue
-            client.pending.append(output)
+            client.queue(output, now)
             client.history[request_id].append(output)
             if is_terminal(output) or "moved" in output:
                 del client.open[request_id]
                 client.ended[request_id] = now
+
+    def untaken_s(self, name: str, now: float) -> float:
+        """How long outputs for an ingress have waited for a stream that takes them."""
+        client = self.clients.get(name)
+        return now - client.taken if client is not None and client.pending else 0.0
 
     def take(self, name: str) -> list[Output]:
         """Everything queued for an ingress since the last call."""
@@ -77,25 +95,34 @@ class Outboxes:
         taken, client.pending = client.pending, []
         return taken
 
-    def acknowledge(self, name: str, cursors: dict[str, int], now: float) -> list[str]:
+    def acknowledge(
+        self, name: str, cursors: dict[str, int], now: float, epochs: dict[str, list[int]] | None = None
+    ) -> list[str]:
         """A lease renewal: drop what the ingress has, repeat ends that it should have had for long.
 
-        Returns the requests it expects here that are not here.
+        Returns the requests it expects here, each under its epoch, that are not here: an older life is not what it
+        waits for.
         """
         client = self.seen(name, now)
         for request_id, history in client.history.items():
             cursor = cursors.get(request_id)
             if cursor is not None:
                 client.history[request_id] = [o for o in history if o["index"] >= cursor or o["index"] < 0]
+        unknown = [
+            request_id
+            for request_id in cursors
+            if client.newest.get(request_id, NEVER) < (epochs or {}).get(request_id, FIRST)
+        ]
         for request_id, when in list(client.ended.items()):
-            if now - when <= self.lease_s:
+            if now - when <= self.lease_s or request_id in unknown:
                 continue
             if request_id not in cursors:
                 self.closed(name, request_id)
             else:  # its end was lost with a stream: nothing that follows would show the gap
                 client.ended[request_id] = now
-                client.pending += client.history[request_id]
-        return [request_id for request_id in cursors if request_id not in client.history]
+                for output in client.history[request_id]:
+                    client.queue(output, now)
+        return unknown
 
     def unacknowledged(self, name: str, request_id: str) -> list[Output]:
         """The tokens of a request that its ingress has not said it has."""

@@ -9,6 +9,7 @@ from typing import Any
 from engine.config import ConfigError, EngineConfig, working_options
 from engine.options.resolution import normalize, preset_values
 from serving.config_file import ConfigFile
+from serving.rescheduling import user_config
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ def make_plan(file: ConfigFile | None, flags: Iterable[tuple[str, Any]], preset:
         values.update(layer)
         sources.update(dict.fromkeys(layer, source))
     config = EngineConfig(**{"model": None, **values})
+    user_config(config)  # the files it names
     http = {**(file.http_options if file else {}), "host": config.host, "port": config.port}
     if file is None:
         return Plan(config, sources, http)

@@ -255,6 +255,10 @@ class Tracker:
         """Request id -> next index, of the requests an engine owns: the acknowledgement in a lease renewal."""
         return {r.id: len(r.output) for r in self.requests.values() if r.engine == engine}
 
+    def epochs(self, engine: str) -> dict[str, list[int]]:
+        """Request id -> the epoch under which an engine is to own it: one with an older one does not know it."""
+        return {r.id: list(r.epoch) for r in self.requests.values() if r.engine == engine}
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _output(self, request: Tracked, engine: str, epoch: Epoch, output: Output, now: float) -> list[Effect]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-NONE, ZLIB = "none", "zlib"
-COMPRESSIONS = (NONE, ZLIB)
+from llumnix.transfer import COMPRESSIONS, NONE, ZLIB
+
 ZLIB_LEVEL = 1  # KV of bfloat16 hardly compresses; what does, does at once
 
 Payload = dict[str, Any]

@@ -11,7 +11,7 @@ from engine.engine import Engine
 from engine.kv import BlockPool, HostTier
 from engine.sampling.params import SamplingParams
 from engine.scheduler import SchedulerConfig
-from engine.step import Sampled, SequenceStart, StepPlan, StepResult, Work
+from engine.step import Sampled, SequenceStart, StepPlan, StepResult, TokenLogprobs, Work
 
 VOCAB = 97
 MASK = (1 << 61) - 1
@@ -37,8 +37,21 @@ def extend_chain(chain: list[int], tokens: list[int]) -> None:
         chain.append(value)
 
 
-def next_token(chain: list[int], vocab: int = VOCAB) -> int:
-    return (chain[-1] >> 17) % vocab
+def next_token(chain: list[int], params: SamplingParams | None = None, vocab: int = VOCAB) -> int:
+    """Of a sampled request with a seed it depends on that as well."""
+    value = chain[-1]
+    if params is not None and params.seed is not None and not params.greedy:
+        value ^= params.seed * 0x9E3779B97F4A7C15 & MASK
+    return (value >> 17) % vocab
+
+
+def logprobs_of(chain: list[int], token: int, params: SamplingParams, vocab: int = VOCAB) -> TokenLogprobs | None:
+    """Of the token that follows the chain: as good as a fingerprint of all tokens before it."""
+    if params.logprobs is None:
+        return None
+    value = chain[-1] >> 7
+    top = [((token + i) % vocab, -(value % 977 + i) / 64) for i in range(params.logprobs)]
+    return TokenLogprobs(-(value % 1009) / 128, 1 + value % 5, top)
 
 
 def continuation(
@@ -48,7 +61,7 @@ def continuation(
     tokens, chain = list(prompt), list[int]()
     while True:
         extend_chain(chain, tokens)
-        token = next_token(chain)
+        token = next_token(chain, params)
         tokens.append(token)
         output = tokens[len(prompt) :]
         if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
@@ -61,6 +74,7 @@ def continuation(
 class FakeSequence:
     tokens: list[int]
     blocks: list[int]
+    params: SamplingParams
     chain: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -137,7 +151,7 @@ class FakeExecutor:
 
     def _start(self, start: SequenceStart) -> None:
         assert start.id not in self.sequences, f"{start.id} starts twice"
-        self.sequences[start.id] = FakeSequence(list(start.tokens), list(start.blocks))
+        self.sequences[start.id] = FakeSequence(list(start.tokens), list(start.blocks), start.params)
 
     def _prepare(self, work: Work) -> None:
         """Check what the work reads and whom it overwrites."""
@@ -161,10 +175,11 @@ class FakeExecutor:
             self.kv[sequence.blocks[position // size]][position % size] = sequence.chain[position]
         if not work.sample:
             return None
-        token = next_token(sequence.chain)
+        token = next_token(sequence.chain, sequence.params)
+        logprobs = logprobs_of(sequence.chain, token, sequence.params)
         sequence.tokens.append(token)
         extend_chain(sequence.chain, sequence.tokens)
-        return Sampled(work.id, token)
+        return Sampled(work.id, token, logprobs)
 
 
 def make_engine(

@@ -1,18 +1,13 @@
-"""Parameters of rescheduling, metrics export and traces that are not built yet."""
+"""Parameters of metrics export and traces that are not built yet."""
 
 from __future__ import annotations
 
 from engine.options.option import Option
 
-RESCHEDULING = "Llumnix rescheduling"
 METRICS = "exporting metrics"
 TRACES = "tracing"
 
 OPERATIONS = (
-    Option("enable_llumnix", "bool", False, "requests move between engines", "llumnix", feature=RESCHEDULING,
-           flag=True),
-    Option("llumnix_config", "str", None, "file with the rescheduling settings", "llumnix", feature=RESCHEDULING),
-    Option("kv_transfer_config", "json", None, "KV transfer between replicas", "llumnix", feature=RESCHEDULING),
     Option("metric_exporters", "list", ("logger",), "logger (log lines) and eas (push)", "operations",
            feature=METRICS),
     Option("enable_disagg_metric", "bool", False, "metrics of prefill/decode disaggregation", "operations",

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["int", "float", "bool", "str", "list", "json"]
+Kind = Literal["int", "float", "bool", "str", "list", "json", "file"]  # file: a path, or what it holds as a mapping
 
 UNSET: Any = object()
 TRUE = {"true", "1", "yes", "on"}
@@ -78,6 +78,8 @@ class Option:
                 value = _items(name, value)
             case "json":
                 value = _json(name, value)
+            case "file":
+                value = _file(name, value)
         if self.choices:
             value = self._choose(name, value)
         self._check_range(name, value)
@@ -146,6 +148,14 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
         raise ConfigError(f"--{name} is {value!r}, must be a text")
     return str(value)
+
+
+def _file(name: str, value: Any) -> str | dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, str | os.PathLike) or value == "":
+        raise ConfigError(f"--{name} is {value!r}, must be the path of a file, or a mapping")
+    return os.fspath(value)
 
 
 def _items(name: str, value: Any) -> tuple[str, ...]:

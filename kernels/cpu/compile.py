@@ -66,6 +66,17 @@ def build_id(target: str = "native") -> str:
     return digest.hexdigest()
 
 
+def flags(target: str, machine: str) -> list[str]:
+    """The compiler's options for an instruction set on a kind of machine, as `platform.machine` names it."""
+    if target != "native":
+        return [*FLAGS, f"-march={target}"]
+    if machine in ("x86_64", "AMD64"):
+        return [*FLAGS, "-march=native", "-mprefer-vector-width=512"]
+    if machine in ("aarch64", "arm64"):
+        return [*FLAGS, "-mcpu=native"]
+    return list(FLAGS)  # plain C: not every compiler knows its own processor
+
+
 def cache_directory() -> Path:
     """Where compiled kernels live: below $XDG_CACHE_HOME or ~/.cache, else a folder of ours in the temporary one.
 
@@ -84,14 +95,7 @@ def _command(target: str) -> list[str]:
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise Unavailable(f"no C compiler ({', '.join(COMPILERS)}) is on the PATH")
-    return [compiler, *FLAGS, *_target_flags(target)]
-
-
-def _target_flags(target: str) -> list[str]:
-    if platform.machine() in ("x86_64", "AMD64"):
-        wide = ["-mprefer-vector-width=512"] if target == "native" else []
-        return [f"-march={target}", *wide]
-    return ["-mcpu=native"] if target == "native" else [f"-march={target}"]
+    return [compiler, *flags(target, platform.machine())]
 
 
 def _processor_features() -> str:

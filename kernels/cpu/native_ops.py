@@ -30,7 +30,7 @@ SIGNATURES = {
 
 
 class CacheLayout(ctypes.Structure):
-    """Strides of a layer's K and V, in elements (kernels.c)."""
+    """Strides of a layer's K and V, in elements (interface.h)."""
 
     _fields_ = [
         (name, I64)
@@ -42,7 +42,7 @@ class CacheLayout(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """The arguments of attention that are the same for all layers of a step (attention_core.h)."""
+    """The arguments of attention that are the same for all layers of a step (interface.h)."""
 
     _fields_ = [
         *(

@@ -6,12 +6,11 @@ engine with fewer requests, then by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from llumnix.load import LoadReport
 from llumnix.policies.fleet import Fleet
 from llumnix.settings import DEFAULTS, LlumnixSettings
 
@@ -127,30 +126,3 @@ POLICIES: dict[str, Callable[[Fleet, Ask, LlumnixSettings, np.ndarray, int], np.
 
 CACHE_AWARE = frozenset({"lmetric", "sticky_prefix"})
 """Policies that look at the prefix summaries of the reports."""
-
-
-@dataclass(frozen=True)
-class Booked:
-    """What an ingress sent to an engine that no report of that engine shows yet."""
-
-    requests: int = 0
-    blocks: int = 0
-
-
-def choose_engine(
-    reports: Mapping[str, LoadReport],
-    booked: Mapping[str, Booked],
-    num_tokens: int,
-    exclude: Collection[str] = (),
-    step_timeout_s: float = 60.0,
-    priority: int = 0,
-    settings: LlumnixSettings = DEFAULTS,
-    counter: int = 0,
-) -> str | None:
-    """`choose` for a caller that keeps no Fleet: it is made anew for each choice."""
-    fleet = Fleet(reports.values())
-    for name, mine in booked.items():
-        if name in reports:
-            size = reports[name].block_size
-            fleet.book(name, mine.blocks, mine.blocks * size, mine.requests)
-    return choose(fleet, Ask(num_tokens, priority, exclude=exclude), settings, counter, step_timeout_s)

@@ -13,7 +13,8 @@ from serving.plan import Plan, make_plan
 
 
 def server(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), argv, plan)
+    command = parser()
+    return run_command(command, command.parse(argv), plan)
 
 
 def parser() -> Parser:

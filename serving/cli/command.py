@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from engine.config import ConfigError
 from engine.options.option import canonical
@@ -13,8 +13,7 @@ from serving.cli.arguments import Parser
 from serving.plan import Plan
 
 
-def run_command(parser: Parser, argv: Sequence[str] | None, make_plan: Callable[[argparse.Namespace], Plan]) -> int:
-    arguments = parser.parse(argv)
+def run_command(parser: Parser, arguments: argparse.Namespace, make_plan: Callable[[argparse.Namespace], Plan]) -> int:
     try:
         plan = make_plan(arguments)
         check_environment()

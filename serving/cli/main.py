@@ -1,10 +1,11 @@
-"""`ferry`: serve a model, or explain what a configuration means."""
+"""`ferry`: serve a model, explain what a configuration means, or watch a service."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
+from serving.cli import top
 from serving.cli.arguments import Parser, add_arguments
 from serving.cli.command import run_command
 from serving.config_file import read_config_file
@@ -12,12 +13,16 @@ from serving.plan import Plan, make_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), argv, plan)
+    commands = parser()
+    arguments = commands.parse(argv)
+    if arguments.command == "top":
+        return top.run(arguments)
+    return run_command(commands, arguments, plan)
 
 
 def parser() -> Parser:
-    top = Parser(prog="ferry", description="Serve large language models on Ray Serve.")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    ferry = Parser(prog="ferry", description="Serve large language models on Ray Serve.")
+    commands = ferry.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (
         ("serve", "start a service on this machine"),
         ("explain", "print the resolved configuration without reading weights"),
@@ -29,7 +34,9 @@ def parser() -> Parser:
         else:
             command.set_defaults(explain=True)
         add_arguments(command)
-    return top
+    text = "watch replicas and moving requests of a running service"
+    top.add_arguments(commands.add_parser("top", help=text, description=text))
+    return ferry
 
 
 def plan(arguments: argparse.Namespace) -> Plan:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from engine import LLM, SamplingParams
+from engine.layers import invariance
 from engine.layers.invariance import is_invariant, make_invariant
 from engine.layers.linear import FIXED_ROWS, Linear, can_pack
 
@@ -67,3 +71,24 @@ def test_a_layer_is_mended_by_the_cheapest_way_that_works(below: int, min_rows: 
     assert make_invariant(nn.Sequential(layer), 256, 64) == (below > 1)
     assert (layer.min_rows, layer.fixed_rows) == (min_rows, fixed)
     assert is_invariant(layer, 256)
+
+
+def test_batch_invariant_false_mends_nothing_and_says_so(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a processor where every shape fails the check: tiles with the option, the plain product without it."""
+    monkeypatch.setattr(invariance, "is_invariant", lambda layer, rows: False)
+    sizes: list[int] = []
+    multiply = Linear._multiply
+    monkeypatch.setattr(Linear, "_multiply", lambda self, x: sizes.append(len(x)) or multiply(self, x))
+    keys = []
+    for option, said in ((True, "batch_invariant on, 5 shapes"), (False, "batch_invariant off")):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "ferry.engine"):
+            llm = LLM(str(tiny_llama), dtype="bfloat16", batch_invariant=option, max_model_len=64)
+        assert said in caplog.text
+        sizes.clear()
+        llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert set(sizes) == ({FIXED_ROWS} if option else {5, 1})
+        keys.append(llm.engine.compat_key)
+    assert keys[0] != keys[1]  # their KV differs in its last bits

@@ -46,6 +46,7 @@ class Life:
     home: int
     got: list[int] = field(default_factory=list)
     ended: str | None = None
+    waited: float = 0.0  # seconds in queues
 
 
 @dataclass
@@ -60,14 +61,17 @@ class Move:
 class World:
     def __init__(self, setup: dict[str, Any]):
         self.clock = Clock()
+        self.by_priority = setup["policy"] == "priority"
         self.engines: list[Engine] = [make_engine(clock=self.clock, **setup) for _ in range(2)]
         self.lives: dict[str, Life] = {}
         self.moves: dict[str, Move] = {}
         self.left_behind: list[tuple[int, str]] = []  # adopted elsewhere, still held at the source
+        self.tallied = self.clock.now
 
     def run(self, ops: list[tuple[str, int, int]]) -> None:
         for op, a, b in ops:
             getattr(self, op)(a, b)
+            self.tally()
             self.check()
         self.finish()
 
@@ -105,9 +109,22 @@ class World:
         undisturbed = not scheduler.reservations and all(r.status is Status.RUNNING for r in scheduler.running)
         first = scheduler.running[0] if undisturbed and scheduler.running else None
         before = (first.computed, len(first.output)) if first is not None else (0, 0)
-        queue_head = scheduler.waiting[0] if undisturbed and not scheduler.running and scheduler.waiting else None
+        self.tally()
+        lifts = self.lifts(at)
+        queue = sorted(
+            (r for r in scheduler.waiting if r.id in lifts),
+            key=lambda r: (r.priority - lifts[r.id] if self.by_priority else 0, r.order),
+        )
+        queue_head = queue[0] if undisturbed and not scheduler.running and queue else None
+        preempted = {r.id: r.preemptions for r in scheduler.running if r.high}
         for event in engine.step():
             self.take(at, event)
+        if any(r.preemptions > preempted.get(r.id, r.preemptions) for r in scheduler.waiting):
+            assert all(r.high or r.status is Status.HELD for r in scheduler.running), "the high class was not spared"
+        for request in queue:
+            if request.id in scheduler.requests:
+                assert request.lift == lifts[request.id], "a lift came too early or too late"
+        self.tally()
         if first is not None:
             assert (first.computed, len(first.output)) > before or first.status is Status.FINISHED, "no progress"
         if queue_head is not None:
@@ -197,7 +214,8 @@ class World:
         if request is None or request.status not in (Status.RUNNING, Status.HELD):
             destination.cancel_reservation(move.key)
             return
-        record = request.record() if request.status is Status.HELD else source.hold(life.id)
+        source.unhold(life.id)
+        record = source.hold(life.id)
         computed, epoch = request.computed, (request.epoch[0], request.epoch[1] + 1)
         needed = source.scheduler.pool.blocks_for(computed)
         try:
@@ -228,7 +246,8 @@ class World:
         request = self.request(life)
         epoch = (request.epoch[0], request.epoch[1] + 1)
         self.cancel_move(life.id)
-        self.engines[1 - life.home].adopt(request.record(), epoch)
+        record = self.engines[life.home].hold(life.id)
+        self.engines[1 - life.home].adopt(record, epoch)
         self.engines[life.home].give_up(life.id)
         life.home = 1 - life.home
 
@@ -240,7 +259,7 @@ class World:
         self.cancel_move(life.id)
         epoch = self.request(life).epoch
         self.engines[life.home].abort(life.id)
-        life.home = (life.home + b) % 2
+        life.home, life.waited = (life.home + b) % 2, 0.0
         try:
             self.engines[life.home].add_request(
                 life.id, life.prompt, life.params, priority=a % 3 - 1, epoch=(epoch[0] + 1, epoch[1]), output=life.got
@@ -249,6 +268,20 @@ class World:
             life.ended = "refused"
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def tally(self) -> None:
+        """Count the time in queues: a step takes requests from the queue, and puts them back, when it begins."""
+        elapsed, self.tallied = self.clock.now - self.tallied, self.clock.now
+        for life in self.lives.values():
+            if life.ended is None and not self.request(life).blocks:
+                life.waited += elapsed
+
+    def lifts(self, at: int) -> dict[str, int]:
+        """Steps of priority that an engine's queued requests have gained."""
+        scheduler = self.engines[at].scheduler
+        lift_s = scheduler.config.max_queue_time_s / 4
+        mine = [self.lives[r.id] for r in scheduler.waiting if self.lives[r.id].home == at]
+        return {life.id: int(life.waited / lift_s + 1e-9) if self.by_priority else 0 for life in mine}
 
     def pick(self, a: int) -> Life | None:
         alive = [life for life in self.lives.values() if life.ended is None]

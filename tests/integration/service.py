@@ -20,8 +20,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 from ray.util import list_named_actors
 
-from serving.app import APP_NAME
-from serving.app import application as build_application
+from serving.app import APP_NAME, build
 from serving.config import AppArgs
 from serving.replica import ACTOR_NAMESPACE
 
@@ -90,11 +89,11 @@ class Service:
         self.wait_idle()
         return self
 
-    def update(self, settings: dict[str, Any] | None = None, **options: Any) -> None:
+    def update(self, **options: Any) -> None:
         """Deploy these options over what runs; returns when Serve says that the application runs."""
         args = AppArgs.model_validate({**self.defaults, **options})
         self.options = options
-        serve.run(build_application(args.config, settings or {}), name=APP_NAME, route_prefix="/", blocking=False)
+        serve.run(build(args), name=APP_NAME, route_prefix="/", blocking=False)
 
     def apply(self, engines: dict[str, Any], **options: Any) -> None:
         """Deploy as `serve deploy` does, with `engines` as Serve's options of the deployment Engine; returns when Serve

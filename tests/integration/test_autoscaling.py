@@ -29,6 +29,7 @@ def options(model: Path, low: int, high: int) -> dict[str, Any]:
         "num_cpus_per_replica": 0.5,
         "min_replicas": low,
         "max_replicas": high,
+        "llumnix_config": SOON,
     }
 
 
@@ -40,7 +41,7 @@ def afterwards(application: Service) -> Iterator[None]:
 
 def test_one_engine_becomes_two_under_load_and_one_again(application: Service, long_llama: Path) -> None:
     service = application
-    service.update(SOON, **options(long_llama, 1, 2))
+    service.update(**options(long_llama, 1, 2))
     service.wait_ready(replicas=1)
     requests = bodies(16, 300)
     expected = run_streams(service.url, requests[:4])
@@ -74,7 +75,7 @@ def test_one_engine_becomes_two_under_load_and_one_again(application: Service, l
 
 def test_none_while_there_is_nothing_to_do_and_one_for_a_request(application: Service, long_llama: Path) -> None:
     service = application
-    service.update(SOON, **options(long_llama, 0, 2))
+    service.update(**options(long_llama, 0, 2))
     assert not service.engines() and service.cluster()["replicas"] == []
     health = httpx.get(f"{service.url}/health", timeout=5)
     assert (health.status_code, health.json()["status"]) == (200, "idle")
@@ -93,7 +94,7 @@ def test_none_while_there_is_nothing_to_do_and_one_for_a_request(application: Se
 def test_requests_that_cannot_be_held_are_refused_and_may_try_again(application: Service, long_llama: Path) -> None:
     service = application
     small = {"num_cpus_per_replica": 64, "max_num_queued": 2, "max_queue_time": 3, "drain_deadline_s": 0}
-    service.update(SOON, **options(long_llama, 0, 1) | small)
+    service.update(**options(long_llama, 0, 1) | small)
     body = bodies(1, 5)[0]
 
     async def ask() -> list[httpx.Response]:

@@ -1,4 +1,4 @@
-"""CPU kernels against their plain definitions."""
+"""CPU kernels, called as the engine calls them, against their plain definitions: torch's and the native ones."""
 
 import importlib
 import random
@@ -7,11 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import dispatch, reference
+from kernels import cpu, dispatch, reference
+from kernels.cpu import torch_ops
+from kernels.cpu.compile import Unavailable
+from kernels.cpu.native_ops import NativeOps
 from kernels.metadata import AttentionMetadata
 
 attention_module = importlib.import_module("kernels.cpu.torch_attention")  # the package's name for it is the function
 TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+
+
+@pytest.fixture(autouse=True, params=["torch", "native"])
+def implementation(request, monkeypatch):
+    try:
+        chosen = torch_ops if request.param == "torch" else NativeOps()
+    except Unavailable as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(cpu, "ops", lambda: chosen)
 
 
 def randn(*shape, dtype=torch.float32, seed=0):

@@ -15,7 +15,8 @@ import pytest
 from engine.config import EngineConfig
 from serving import messages
 from serving.api import OFF_LOOP_BYTES, Api
-from serving.http import EventStream
+from serving.cluster_api import move_error, parse_move
+from serving.http import EventStream, priority_of
 from serving.ingress import answer_of
 from serving.ingress_metrics import IngressMetrics
 from serving.openai.errors import APIError
@@ -30,11 +31,13 @@ class FakeClient:
     def __init__(self, *outputs: dict[str, Any]):
         self.outputs = outputs
         self.prompts: dict[str, list[int]] = {}
+        self.priorities: list[int] = []
 
     async def generate(
         self, request_id: str, prompt: list[int], params: dict[str, Any], priority: int = 0
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
         self.prompts[request_id] = prompt
+        self.priorities.append(priority)
         for index, output in enumerate(self.outputs):
             yield [{"id": request_id, "epoch": [0, 0], "index": index, **output}]
         await asyncio.Event().wait()
@@ -204,3 +207,61 @@ async def test_nobody_waits_for_the_manager_without_a_limit(monkeypatch: pytest.
         with pytest.raises(APIError) as error:
             await asyncio.wait_for(answer_of(call), 1.0)
         assert error.value.status == 503 and "manager" in error.value.message
+
+
+# Priority
+
+
+@pytest.mark.parametrize(
+    ("header", "fields", "expected"),
+    [(None, {}, 0), (None, {"priority": -2}, -2), (-3, {}, -3), (5, {"priority": 5}, 5), (0, {"priority": 0}, 0)],
+)
+async def test_the_header_and_the_body_say_the_same(header: int | None, fields: dict[str, Any], expected: int) -> None:
+    served = api({"token": 5, "finish": "length"})
+    await (await served.completion(body(**fields), header)).whole()
+    assert served.client.priorities == [expected]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("header", "priority"), [(1, 2), (1, 0)])
+async def test_a_header_and_a_body_that_differ_are_refused(header: int, priority: int) -> None:
+    with pytest.raises(APIError) as wrong:
+        await api().completion(body(priority=priority), header)
+    assert (wrong.value.status, wrong.value.param) == (400, "priority")
+    assert wrong.value.message == f"priority is {priority} and X-Priority is {header}, give one of them"
+
+
+def test_a_header_is_an_integer() -> None:
+    assert priority_of({}) is None
+    assert [priority_of({"x-priority": text}) for text in ("0", "-3", " 7 ")] == [0, -3, 7]
+    for text in ("high", "1.5", "", str(2**31), "9" * 5000):
+        with pytest.raises(APIError) as wrong:
+            priority_of({"x-priority": text})
+        assert (wrong.value.status, wrong.value.param) == (400, "X-Priority")
+
+
+# Moves
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ("", None), ("{", None), ("[]", None), ("{}", "request_id"), ('{"request_id": "r"}', "destination"),
+        ('{"request_id": "r", "destination": 3}', "destination"),
+        ('{"request_id": "", "destination": "d"}', "request_id"),
+        ('{"request_id": "r", "destination": "d", "to": 1}', "to"),
+    ],
+)  # fmt: skip
+def test_wrong_bodies_of_a_move(text: str, param: str | None) -> None:
+    with pytest.raises(APIError) as wrong:
+        parse_move(text.encode())
+    assert (wrong.value.status, wrong.value.param) == (400, param)
+
+
+def test_the_body_of_a_move() -> None:
+    assert parse_move(b'{"destination": "d", "request_id": "r"}') == ("r", "d")
+
+
+@pytest.mark.parametrize(("kind", "status"), [("not_found", 404), ("conflict", 409)])
+def test_what_the_manager_says_of_a_move_is_a_status(kind: str, status: int) -> None:
+    error = move_error({"error": kind, "message": "why"})
+    assert (error.status, error.message, error.code) == (status, "why", kind)

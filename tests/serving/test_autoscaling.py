@@ -133,5 +133,7 @@ def test_serve_takes_the_configuration_and_carries_the_policy_into_its_controlle
 
 
 def test_without_limits_the_number_is_fixed() -> None:
-    assert number_of_replicas(EngineConfig(model="m", num_replicas=3), {}) == {"num_replicas": 3}
-    assert number_of_replicas(EngineConfig(model="m", max_replicas=3), {})["autoscaling_config"]["min_replicas"] == 1
+    assert number_of_replicas(EngineConfig(model="m", num_replicas=3)) == {"num_replicas": 3}
+    low = {"scale_low_share": 0.02}
+    made = number_of_replicas(EngineConfig(model="m", max_replicas=3, llumnix_config=low, enable_llumnix=True))
+    assert made == {"autoscaling_config": autoscaling_config(1, 3, low)}

@@ -11,7 +11,7 @@ import pytest
 
 from engine.config import EngineConfig
 from llumnix.load import READY, LoadReport
-from serving import engine_client
+from serving import dispatch
 from serving.engine_client import EngineClient
 
 SOON = 5.0
@@ -82,9 +82,11 @@ class FakeManager:
         self.engines = engines
         self.version = 0
         self.known: list[list[str]] = []
+        self.settings: tuple[int, dict[str, Any]] | None = None
+        self.sent: list[int] = []  # versions that were answered with the settings
         self.view = Method(self._view)
 
-    async def _view(self, version: int, known: list[str]) -> dict[str, Any]:
+    async def _view(self, version: int, known: list[str], settings_version: int) -> dict[str, Any]:
         await asyncio.sleep(0.01)
         self.version += 1
         self.known.append(known)
@@ -93,7 +95,11 @@ class FakeManager:
             report = LoadReport(engine.name, 1.0, self.version, state=READY, total_blocks=99, free_blocks=99)
             actor = None if engine.name in known else engine
             entries[engine.name] = {"actor": actor, "report": report.to_message()}
-        return {"v": 1, "version": self.version, "engines": entries}
+        view: dict[str, Any] = {"v": 1, "version": self.version, "engines": entries}
+        if self.settings is not None and settings_version != self.settings[0]:
+            view |= {"settings_version": self.settings[0], "settings": self.settings[1]}
+            self.sent.append(settings_version)
+        return view
 
 
 class Harness:
@@ -195,7 +201,7 @@ async def test_an_effect_that_fails_takes_no_other_along(monkeypatch: pytest.Mon
         engine.add = Method(with_a_stranger)
         assert await harness.generate("r") == [50, 51, 52]
         engine.add = Method(add)
-        calls = fails_once(monkeypatch, engine_client, "choose_engine")
+        calls = fails_once(monkeypatch, dispatch, "choose")
         assert await harness.generate("s") == [50, 51, 52] and len(calls) == 2
 
 
@@ -248,3 +254,26 @@ async def test_a_drain_of_the_application_says_so_to_every_engine() -> None:
         await harness.until_ready()
         await harness.client.drain_engines(0.5)
         assert [engine.drained for engine in engines] == [[(0.5, True)], [(0.5, True)]]
+
+
+async def test_the_policy_is_the_managers_and_is_asked_for_once() -> None:
+    engines = FakeEngine("a"), FakeEngine("b")
+    async with Harness(*engines) as harness:
+        harness.manager.settings = 5, {"dispatch_policy": "round_robin", "of_a_newer_version": 1}
+        await harness.until_ready()
+        await until(lambda: harness.client.settings_version == 5)
+        for i in range(4):
+            await harness.generate(f"r{i}")
+        assert [list(engine.submitted) for engine in engines] == [["r0", "r2"], ["r1", "r3"]]
+        assert harness.client.dispatcher.decisions == {("a", "round_robin"): 2, ("b", "round_robin"): 2}
+        assert harness.manager.sent == [-1]
+
+
+async def test_a_lost_engine_leaves_the_fleet() -> None:
+    engines = FakeEngine("a"), FakeEngine("b")
+    async with Harness(*engines) as harness:
+        await harness.until_ready()
+        assert len(harness.client.dispatcher.fleet) == 2
+        harness.client._lose(harness.client.links["a"], forever=True)
+        assert harness.client.dispatcher.fleet.names == ["b"]
+        assert await harness.generate() == [50, 51, 52]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from engine.sampling.params import SamplingParams
-from llumnix.load import READY
+from llumnix.load import READY, LoadReport, freeness, headroom_blocks
+from llumnix.policies.dispatch import Ask, choose
+from llumnix.policies.fleet import Fleet
 from serving.engine_node import EngineNode
 from serving.messages import CLOSING, DRAINED, DRAINING, FAILED, INVALID, is_terminal
 from tests.fakes import make_engine
@@ -98,6 +100,33 @@ async def test_a_drain_tells_whether_another_engine_is_worth_a_try(
     assert (await end_of(actor))["error"] == ended
     receipt = await draining
     assert (receipt["moved"], receipt["resumed"], receipt["finished"]) == (0, 1, 0)
+
+
+async def test_a_load_report_tells_what_the_high_class_has_and_policies_keep_room_for_it(actor: Any) -> None:
+    def report() -> LoadReport:
+        actor.engine.step()
+        actor.thread.stats = actor.engine.stats()
+        return LoadReport.from_message(actor._report(1)[0])
+
+    actor.thread.stop()  # and the engine is stepped by hand
+    await asyncio.to_thread(actor.thread.join, SOON)
+    for i in range(10):
+        actor._add(message(id=f"n{i}", prompt=[i + 1] * 2, priority=i % 2))
+    plain = report()
+    assert plain.running == 8 and plain.waiting == 2
+    assert (plain.high_running, plain.high_waiting, plain.high_blocks, plain.high_waiting_blocks) == (0, 0, 0, 0)
+    assert freeness(plain) == freeness(plain, headroom=False)
+    for gone in ("n0", "n8", "n9"):
+        actor.engine.abort(gone)
+    actor._add(message(id="vip", prompt=[9] * 6, priority=-1))
+    actor._add(message(id="queued", prompt=[9] * 14, priority=-2))
+    high = report()
+    assert (high.high_running, high.high_waiting, high.high_blocks, high.high_waiting_blocks) == (1, 1, 2, 4)
+    assert headroom_blocks(high) == 14  # of 16, decoding is at its fastest with 2 in use
+    assert freeness(high) < 0 < freeness(high, headroom=False)
+    free = LoadReport.from_message({**high.to_message(), "engine": "b", "high_running": 0, "free_blocks": 5})
+    for priority, engine in ((0, "b"), (-1, "a")):
+        assert choose(Fleet([high, free]), Ask(4, priority)) == engine, (high, free)
 
 
 async def test_a_newer_stream_ends_the_older_one_and_forgotten_ingresses_leave_nothing(actor: Any) -> None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from engine.config import ConfigError
 from llumnix.load import READY, LoadReport
+from llumnix.rescheduler import COMMAND_TIMEOUT_S
+from llumnix.settings import DEFAULTS, LlumnixSettings
 from serving import manager
 from serving.manager import Manager
 
@@ -52,3 +58,225 @@ async def test_a_change_is_told_soon_and_nothing_after_a_while() -> None:
     started = time.monotonic()
     assert (await served.view(changed["version"], ["a", "b"]))["version"] == changed["version"]
     assert 0.5 < time.monotonic() - started < manager.POLL_S + 0.5
+
+
+# Settings
+
+
+def test_moves_are_off_until_the_first_settings_come() -> None:
+    served = PLAIN()
+    assert not served.rescheduler.settings.enable_moves
+    served.reconfigure({"llumnix": {"max_moves": 3}, "kv_transfer": {"compression": "zlib"}})
+    assert served.rescheduler.settings == replace(DEFAULTS, max_moves=3)
+    assert served.transfer.compression == "zlib"
+
+
+def test_wrong_settings_end_a_start_and_later_leave_those_in_force() -> None:
+    served = PLAIN()
+    with pytest.raises(ConfigError, match="no setting 'max_move'"):
+        served.reconfigure({"llumnix": {"max_move": 3}})
+    served.reconfigure({"llumnix": {"max_moves": 3}})
+    before = served.settings_version
+    served.reconfigure({"llumnix": {"max_moves": 5}, "kv_transfer": {"batch": 2}})
+    assert served.rescheduler.settings.max_moves == 3 and served.settings_version == before
+    assert "no setting 'batch'" in served.settings_error
+    served.reconfigure({"llumnix": {"max_moves": 5}})
+    assert served.rescheduler.settings.max_moves == 5 and not served.settings_error
+
+
+def test_a_version_means_the_same_settings_in_every_manager() -> None:
+    first, second = PLAIN(), PLAIN()
+    assert first.settings_version == second.settings_version
+    first.reconfigure({"llumnix": {"max_moves": 3}})
+    second.reconfigure({"llumnix": {"max_moves": 4}})
+    assert len({first.settings_version, second.settings_version, PLAIN().settings_version}) == 3
+    second.reconfigure({"llumnix": {"max_moves": 3}})
+    assert first.settings_version == second.settings_version
+
+
+async def test_settings_go_to_those_who_have_others() -> None:
+    served = PLAIN()
+    served.reconfigure({"llumnix": {"dispatch_policy": "lmetric"}})
+    answer = await served.report({**report("a", 1), "settings": -1})
+    assert LlumnixSettings.of_message(answer["settings"]).dispatch_policy == "lmetric"
+    version = answer["settings_version"]
+    assert "settings" not in await served.report({**report("a", 2), "settings": version})
+    view = await served.view(-1, [])
+    assert view["settings"] == answer["settings"] and view["settings_version"] == version
+    assert "settings" not in await served.view(-1, [], version)
+
+
+# What operators see
+
+
+class Engine:
+    """Looks like an engine's actor: it has requests, and gives the one it is asked for."""
+
+    def __init__(self, *requests: str, outcome: str = "moved"):
+        self.requests, self.outcome = requests, outcome
+        self.commands: list[dict[str, Any]] = []
+        self.gone = False
+
+    @property
+    def snapshot(self) -> Any:
+        return Method(self._snapshot)
+
+    @property
+    def migrate(self) -> Any:
+        return Method(self._migrate)
+
+    async def _snapshot(self) -> dict[str, Any]:
+        if self.gone:
+            raise ConnectionError
+        made = {"status": "running", "priority": 0, "tokens": 5, "blocks": 2, "client": "i", "epoch": [0, 0]}
+        return {"requests": [{"id": name, **made} for name in self.requests]}
+
+    async def _migrate(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        self.commands.append(command)
+        if self.outcome == "none":
+            return []
+        moved = self.outcome == "moved"
+        return [
+            {
+                "request_id": command["request_id"],
+                "source": "a",
+                "destination": command["destination"],
+                "cause": command["cause"],
+                "outcome": self.outcome,
+                "reason": "" if moved else "no room",
+                "mechanism": "live",
+                "blocks_sent": 3,
+                "blocks_skipped": 1,
+                "bytes": 300,
+                "stages": 1,
+                "duration_ms": 5.0,
+                "held_ms": 1.0,
+                "epoch": [0, 1] if moved else None,
+            }
+        ]
+
+
+class Method:
+    def __init__(self, call: Any):
+        self.remote = call
+
+
+async def cluster(*requests: str, outcome: str = "moved") -> tuple[Any, Engine]:
+    served, source = PLAIN(), Engine(*requests, outcome=outcome)
+    for name, engine in (("a", source), ("b", Engine())):
+        load = LoadReport(name, 1.0, 1, state=READY, total_blocks=100, free_blocks=90, cached_blocks=5, running=1)
+        await served.report({**load.to_message(), "actor": engine})
+    return served, source
+
+
+MOVE_KEYS = {
+    *("request_id", "source", "destination", "cause", "outcome", "blocks_sent", "blocks_skipped", "duration_ms"),
+    *("downtime_ms", "at"),
+}
+
+
+async def test_the_snapshot_has_the_documented_shape() -> None:
+    served, source = await cluster("cmpl-1-0")
+    before = time.time()
+    await served.migrate("cmpl-1", "b", {})
+    seen = await served.snapshot()
+    assert set(seen) == {"replicas", "moves", "manager"}
+    first = seen["replicas"][0]
+    assert {"id", "role", "state", "blocks", "freeness", "requests"} <= set(first)
+    assert first["blocks"] == {"total": 100, "free": 90, "cached": 5}
+    assert first["requests"] == [{"id": "cmpl-1-0", "status": "running", "priority": 0, "tokens": 5}]
+    (move,) = seen["moves"]
+    assert set(move) >= MOVE_KEYS and "epoch" not in move
+    assert before <= move["at"] <= time.time() and move["downtime_ms"] is None
+    source.gone = True
+    assert (await served.snapshot())["replicas"][0]["requests"] == []
+
+
+async def test_an_operators_move_names_a_sequence_or_the_response_of_one() -> None:
+    served, source = await cluster("cmpl-1-0")
+    served.reconfigure({"kv_transfer": {"batch_size": 4}})
+    for name in ("cmpl-1", "cmpl-1-0"):
+        move = await served.migrate(name, "b", {"mechanism": "recompute"})
+        assert (move["request_id"], move["outcome"], move["cause"]) == ("cmpl-1-0", "moved", "operator")
+        assert set(move) >= MOVE_KEYS
+    assert source.commands[0]["mechanism"] == "recompute" and source.commands[0]["batch_size"] == 4
+    assert source.commands[0]["request_id"] == "cmpl-1-0" and not served.rescheduler.open
+
+
+@pytest.mark.parametrize(
+    ("outcome", "request_id", "destination", "kind", "message"),
+    [
+        ("moved", "cmpl-1", "c", "not_found", "no replica 'c'"),
+        ("moved", "cmpl-2", "b", "not_found", "no replica has a request 'cmpl-2'"),
+        ("moved", "cmpl-1", "a", "conflict", "request cmpl-1-0 is on a already"),
+        ("none", "cmpl-1", "b", "conflict", "cannot move now"),
+        ("aborted", "cmpl-1", "b", "conflict", "did not move: no room"),
+        ("refused", "cmpl-1", "b", "conflict", "did not move: no room"),
+        ("unconfirmed", "cmpl-1", "b", "conflict", "whether request cmpl-1-0 moved is not known: no room"),
+    ],
+)
+async def test_what_an_operator_cannot_have(
+    outcome: str, request_id: str, destination: str, kind: str, message: str
+) -> None:
+    served, _ = await cluster("cmpl-1-0", outcome=outcome)
+    answer = await served.migrate(request_id, destination, {})
+    assert answer["error"] == kind and message in answer["message"]
+    assert not served.rescheduler.open
+
+
+async def test_a_manager_that_has_just_started_knows_it() -> None:
+    assert not await PLAIN().knows_engines()
+    served, _ = await cluster()
+    assert await served.knows_engines()
+
+
+# Downtimes
+
+
+def counted(served: Any, cause: str) -> float:
+    for line in served.downtimes.registry.collect():
+        for sample in line.samples:
+            if sample.name.endswith("_count") and sample.labels["cause"] == cause:
+                return sample.value
+    return 0.0
+
+
+@pytest.mark.parametrize("early", [False, True])
+async def test_a_downtime_finds_its_move_whichever_comes_first(early: bool) -> None:
+    served, _ = await cluster("cmpl-1-0")
+    seen = [("cmpl-1-0", (0, 1), 0.25)]
+    if early:
+        await served.downtime(seen)
+    await served.migrate("cmpl-1", "b", {})
+    if not early:
+        await served.downtime(seen)
+    assert (await served.snapshot())["moves"][0]["downtime_ms"] == 250.0
+    assert counted(served, "operator") == 1 and not served.early
+
+
+async def test_a_downtime_of_a_move_nobody_tells_of_is_counted_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = PLAIN()
+    now = 100.0
+    monkeypatch.setattr(manager.clock, "now", lambda: now)
+    await served.downtime([("r", (0, 1), 0.25)])
+    assert counted(served, "unknown") == 0 and len(served.early) == 1
+    now += COMMAND_TIMEOUT_S + 1
+    await served.downtime([])
+    assert counted(served, "unknown") == 1 and not served.early
+
+
+async def test_moves_and_freeness_are_in_the_metrics() -> None:
+    served, _ = await cluster("cmpl-1-0")
+    await served.migrate("cmpl-1", "b", {})
+    await served.downtime([("cmpl-1-0", (0, 1), 0.25)])
+    text = (await served.metrics_text()).decode()
+    for line in (
+        'ferry_moves_total{cause="operator",outcome="moved"} 1.0',
+        "ferry_move_stages_total 1.0",
+        "ferry_move_blocks_sent_total 3.0",
+        "ferry_move_blocks_skipped_total 1.0",
+        "ferry_move_bytes_total 300.0",
+        'ferry_move_downtime_seconds_sum{cause="operator"} 0.25',
+        'ferry_freeness_steps{replica="a"} 1440.0',
+    ):
+        assert line in text.splitlines()

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.sampling.params import SamplingParams
 from serving.engine_metrics import COUNTERS, GAUGES, EngineMetrics
-from serving.ingress_metrics import IngressMetrics
+from serving.ingress_metrics import IngressMetrics, dispatch_family
 from serving.metrics import families_of, render
 from tests.fakes import make_engine
 
@@ -94,3 +94,10 @@ def test_odd_label_values_and_documentation_are_escaped() -> None:
 def test_families_survive_being_sent_as_plain_data() -> None:
     sent = json.loads(json.dumps(families_of(ingress("i1", 5).registry)))
     assert render([sent]) == render([families_of(ingress("i1", 5).registry)])
+
+
+def test_dispatches_are_counted_by_replica_and_policy() -> None:
+    decisions = {("a", "llumnix"): 3, ("b", "lmetric"): 1}
+    families = parse(render([[dispatch_family("i1", decisions)], [dispatch_family("i2", {})]]))
+    assert value(families, "ferry_dispatches_total", ingress="i1", replica="a", policy="llumnix") == 3
+    assert value(families, "ferry_dispatches_total", ingress="i1", replica="b", policy="lmetric") == 1

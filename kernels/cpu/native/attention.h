@@ -9,39 +9,61 @@
  * K of a (block, head) is [head_dim, block_size] (k_token_stride 1) or [block_size, head_dim]; V is the latter.
  */
 
-/* A tile of at most 16 tokens: where its K and V lie, and room for them as floats, K as [head_dim][16] with tokens in
- * lanes and V as [tokens][width]. With few rows to serve the floats are not worth making. */
+/* A tile of at most 16 tokens: K with tokens side by side where attend_rows reads it, V with its dimensions. */
 typedef struct {
     const E *k, *v;
     int64_t k_token_stride, k_dim_stride, v_token_stride;
-    float *kt, *vt;
+    int64_t k_ahead, v_ahead; /* elements from here to the tile that is read next, whose lines are fetched meanwhile */
 } FN(Tile);
 
-INLINE void FN(load_tile)(const FN(Tile) *tile, int head_dim, int width, int tokens) {
+/* Where the tile at position `start` of one kv head lies, the tile at `next` being read after it. */
+INLINE FN(Tile) FN(tile_at)(const AttentionCall *call, const E *k_cache, const E *v_cache, const int32_t *table,
+                            int start, int next, int head) {
+    const int64_t block = table[start / call->block_size], offset = start % call->block_size;
+    const int64_t blocks_ahead = table[next / call->block_size] - block;
+    const int64_t tokens_ahead = next % call->block_size - offset;
+    return (FN(Tile)){
+        k_cache + block * call->block_stride + head * call->k_head_stride + offset * call->k_token_stride,
+        v_cache + block * call->block_stride + head * call->v_head_stride + offset * call->v_token_stride,
+        call->k_token_stride,
+        call->k_dim_stride,
+        call->v_token_stride,
+        blocks_ahead * call->block_stride + tokens_ahead * call->k_token_stride,
+        blocks_ahead * call->block_stride + tokens_ahead * call->v_token_stride,
+    };
+}
+
+/* The tile's first `tokens` tokens as floats, K as [head_dim][16] with tokens in lanes, V as [tokens][width]. */
+static Tile_f32 FN(load_tile)(const FN(Tile) *tile, int head_dim, int width, int tokens, float *kt, float *vt) {
     if (tile->k_token_stride == 1 && tokens == LANES) {
-        for (int d = 0; d < head_dim; d++) store16_f32(tile->kt + d * LANES, LOAD16(tile->k + d * tile->k_dim_stride));
+        for (int d = 0; d < head_dim; d++) {
+            const E *k = tile->k + d * tile->k_dim_stride;
+            __builtin_prefetch(k + tile->k_ahead);
+            store16_f32(kt + d * LANES, LOAD16(k));
+        }
     } else {
-        memset(tile->kt, 0, sizeof(float) * head_dim * LANES);
+        memset(kt, 0, sizeof(float) * head_dim * LANES);
         for (int t = 0; t < tokens; t++)
             for (int d = 0; d < head_dim; d++)
-                tile->kt[d * LANES + t] = LOAD1(tile->k + t * tile->k_token_stride + d * tile->k_dim_stride);
+                kt[d * LANES + t] = LOAD1(tile->k + t * tile->k_token_stride + d * tile->k_dim_stride);
     }
     for (int t = 0; t < tokens; t++) {
         const E *row = tile->v + t * tile->v_token_stride;
         int d = 0;
-        for (; d + LANES <= head_dim; d += LANES) store16_f32(tile->vt + t * width + d, LOAD16(row + d));
-        if (d < head_dim) store16_f32(tile->vt + t * width + d, LOAD_TAIL(row + d, head_dim - d));
+        for (; d + LANES <= head_dim; d += LANES) {
+            __builtin_prefetch(row + d + tile->v_ahead);
+            store16_f32(vt + t * width + d, LOAD16(row + d));
+        }
+        if (d < head_dim) store16_f32(vt + t * width + d, LOAD_TAIL(row + d, head_dim - d));
     }
+    return (Tile_f32){kt, vt, 1, LANES, width, 0, 0};
 }
 
-#define K_VECTOR(d) (direct ? LOAD16(tile->k + (d) * tile->k_dim_stride) : load16_f32(tile->kt + (d) * LANES))
-#define V_VECTOR(t, d) (direct ? LOAD16(tile->v + (t) * tile->v_token_stride + (d)) : load16_f32(tile->vt + (t) * width + (d)))
-
 /* `count` rows against one tile, count a constant where it is inlined. Each row's operations are the same for any
- * count: two chains over head_dim for its 16 scores, then its softmax, then its values token by token.
- * `direct`, a constant too: K and V are read where they lie, not from the tile's floats. */
-INLINE void FN(attend_rows)(const Row *rows, const int count, const int direct, int start, int tokens, int head_dim,
-                            int width, const FN(Tile) *tile) {
+ * count: two chains over head_dim for its 16 scores, then its softmax, then its values token by token. Lanes outside
+ * [low, high) of a row do not exist for it. K is read in whole vectors of tokens, V in whole vectors of dimensions. */
+INLINE void FN(attend_rows)(const Row *rows, const int count, int start, int tokens, int head_dim, int width,
+                            const FN(Tile) *tile) {
     vf even[ROW_GROUP], odd[ROW_GROUP];
     float weights[ROW_GROUP][LANES], correction[ROW_GROUP];
     int seen = 0;
@@ -50,21 +72,24 @@ INLINE void FN(attend_rows)(const Row *rows, const int count, const int direct, 
         seen |= rows[r].high > start && rows[r].low < start + tokens;
     }
     if (!seen) return;
-    for (int d = 0; d + 1 < head_dim; d += 2) {
-        const vf k0 = K_VECTOR(d), k1 = K_VECTOR(d + 1);
+    const E *k = tile->k;
+    for (int d = 0; d + 1 < head_dim; d += 2, k += 2 * tile->k_dim_stride) {
+        const vf k0 = LOAD16(k), k1 = LOAD16(k + tile->k_dim_stride);
+        __builtin_prefetch(k + tile->k_ahead); /* among the arithmetic: in one burst they would wait for each other */
+        if (sizeof(E) > 2 || tile->k_dim_stride > LANES) __builtin_prefetch(k + tile->k_dim_stride + tile->k_ahead);
         UNROLL for (int r = 0; r < count; r++) {
-            even[r] += k0 * rows[r].query[d];
-            odd[r] += k1 * rows[r].query[d + 1];
+            even[r] = add_scaled(even[r], k0, rows[r].query[d]);
+            odd[r] = add_scaled(odd[r], k1, rows[r].query[d + 1]);
         }
     }
     if (head_dim & 1)
         UNROLL for (int r = 0; r < count; r++)
-            even[r] += K_VECTOR(head_dim - 1) * rows[r].query[head_dim - 1];
-    const vi positions = LANE_INDEX + start;
+            even[r] = add_scaled(even[r], LOAD16(k), rows[r].query[head_dim - 1]);
     UNROLL for (int r = 0; r < count; r++) {
         State *state = (State *)&rows[r].running;
-        const vi visible = (positions < rows[r].high) & (positions >= rows[r].low) & (LANE_INDEX < tokens);
-        const vf scores = select_(visible, even[r] + odd[r], splat(-INFINITY));
+        const int end = rows[r].high - start < tokens ? rows[r].high - start : tokens;
+        const vi visible = lanes_between(rows[r].low - start, end);
+        const vf scores = select_(visible, add(even[r], odd[r]), splat(-INFINITY));
         const float highest = lane_max(scores);
         const float maximum = state->maximum > highest ? state->maximum : highest;
         if (maximum == -INFINITY) { /* nothing seen so far */
@@ -72,7 +97,7 @@ INLINE void FN(attend_rows)(const Row *rows, const int count, const int direct, 
             memset(weights[r], 0, sizeof weights[r]);
             continue;
         }
-        const vf p = select_(visible, vexp(scores - maximum), splat(0.0f));
+        const vf p = select_(visible, exp_below(scores, maximum), splat(0.0f));
         correction[r] = state->maximum == -INFINITY ? 0.0f : exp1(state->maximum - maximum);
         state->sum = state->sum * correction[r] + lane_sum(p);
         state->maximum = maximum;
@@ -82,14 +107,17 @@ INLINE void FN(attend_rows)(const Row *rows, const int count, const int direct, 
     for (; d + 2 * LANES <= width; d += 2 * LANES) { /* two columns at a time, so that enough sums are under way */
         vf left[ROW_GROUP], right[ROW_GROUP];
         UNROLL for (int r = 0; r < count; r++) {
-            left[r] = load16_f32(rows[r].running.values + d) * correction[r];
-            right[r] = load16_f32(rows[r].running.values + d + LANES) * correction[r];
+            left[r] = scale(load16_f32(rows[r].running.values + d), correction[r]);
+            right[r] = scale(load16_f32(rows[r].running.values + d + LANES), correction[r]);
         }
-        for (int t = 0; t < tokens; t++) {
-            const vf v0 = V_VECTOR(t, d), v1 = V_VECTOR(t, d + LANES);
+        const E *v = tile->v + d;
+        for (int t = 0; t < tokens; t++, v += tile->v_token_stride) {
+            const vf v0 = LOAD16(v), v1 = LOAD16(v + LANES);
+            __builtin_prefetch(v + tile->v_ahead);
+            if (sizeof(E) > 2) __builtin_prefetch(v + LANES + tile->v_ahead);
             UNROLL for (int r = 0; r < count; r++) {
-                left[r] += v0 * weights[r][t];
-                right[r] += v1 * weights[r][t];
+                left[r] = add_scaled(left[r], v0, weights[r][t]);
+                right[r] = add_scaled(right[r], v1, weights[r][t]);
             }
         }
         UNROLL for (int r = 0; r < count; r++) {
@@ -99,46 +127,42 @@ INLINE void FN(attend_rows)(const Row *rows, const int count, const int direct, 
     }
     if (d < width) {
         vf values[ROW_GROUP];
-        UNROLL for (int r = 0; r < count; r++) values[r] = load16_f32(rows[r].running.values + d) * correction[r];
-        for (int t = 0; t < tokens; t++) {
-            const vf v = V_VECTOR(t, d);
-            UNROLL for (int r = 0; r < count; r++) values[r] += v * weights[r][t];
+        UNROLL for (int r = 0; r < count; r++)
+            values[r] = scale(load16_f32(rows[r].running.values + d), correction[r]);
+        const E *v = tile->v + d;
+        for (int t = 0; t < tokens; t++, v += tile->v_token_stride) {
+            const vf v0 = LOAD16(v);
+            __builtin_prefetch(v + tile->v_ahead);
+            UNROLL for (int r = 0; r < count; r++) values[r] = add_scaled(values[r], v0, weights[r][t]);
         }
         UNROLL for (int r = 0; r < count; r++) store16_f32(rows[r].running.values + d, values[r]);
     }
 }
 
-/* Where the tile that starts at a position lies, of one kv head. */
-INLINE FN(Tile) FN(tile_at)(const AttentionCall *call, const E *k_cache, const E *v_cache, const int32_t *table,
-                            int start, int head, float *kt, float *vt) {
-    const int64_t block = table[start / call->block_size], offset = start % call->block_size;
-    return (FN(Tile)){
-        k_cache + block * call->block_stride + head * call->k_head_stride + offset * call->k_token_stride,
-        v_cache + block * call->block_stride + head * call->v_head_stride + offset * call->v_token_stride,
-        call->k_token_stride, call->k_dim_stride, call->v_token_stride, kt, vt};
+/* attend_rows for each count, in functions of their own: a switch over inlined copies takes compilers far longer. */
+NOINLINE void FN(attend1)(const Row *rows, int start, int tokens, int head_dim, int width, const FN(Tile) *tile) {
+    FN(attend_rows)(rows, 1, start, tokens, head_dim, width, tile);
+}
+NOINLINE void FN(attend2)(const Row *rows, int start, int tokens, int head_dim, int width, const FN(Tile) *tile) {
+    FN(attend_rows)(rows, 2, start, tokens, head_dim, width, tile);
+}
+NOINLINE void FN(attend3)(const Row *rows, int start, int tokens, int head_dim, int width, const FN(Tile) *tile) {
+    FN(attend_rows)(rows, 3, start, tokens, head_dim, width, tile);
+}
+NOINLINE void FN(attend4)(const Row *rows, int start, int tokens, int head_dim, int width, const FN(Tile) *tile) {
+    FN(attend_rows)(rows, 4, start, tokens, head_dim, width, tile);
 }
 
-/* One tile for all rows of a kv head. Lanes outside [low, high) of a row do not exist for it. */
-static void FN(attend_tile)(const Row *rows, int num_rows, int direct, int start, int tokens, int head_dim, int width,
+/* One tile for all rows of a kv head. */
+static void FN(attend_tile)(const Row *rows, int num_rows, int start, int tokens, int head_dim, int width,
                             const FN(Tile) *tile) {
-    for (int first = 0; first < num_rows; first += ROW_GROUP) {
-        const int count = num_rows - first < ROW_GROUP ? num_rows - first : ROW_GROUP;
-        const Row *group = rows + first;
-        switch (count + (direct ? ROW_GROUP : 0)) {
-            case 1: FN(attend_rows)(group, 1, 0, start, tokens, head_dim, width, tile); break;
-            case 2: FN(attend_rows)(group, 2, 0, start, tokens, head_dim, width, tile); break;
-            case 3: FN(attend_rows)(group, 3, 0, start, tokens, head_dim, width, tile); break;
-            case 4: FN(attend_rows)(group, 4, 0, start, tokens, head_dim, width, tile); break;
-            case 5: FN(attend_rows)(group, 1, 1, start, tokens, head_dim, width, tile); break;
-            case 6: FN(attend_rows)(group, 2, 1, start, tokens, head_dim, width, tile); break;
-            case 7: FN(attend_rows)(group, 3, 1, start, tokens, head_dim, width, tile); break;
-            default: FN(attend_rows)(group, 4, 1, start, tokens, head_dim, width, tile); break;
-        }
+    for (; num_rows > 0; rows += ROW_GROUP, num_rows -= ROW_GROUP) switch (num_rows) {
+        case 1: FN(attend1)(rows, start, tokens, head_dim, width, tile); break;
+        case 2: FN(attend2)(rows, start, tokens, head_dim, width, tile); break;
+        case 3: FN(attend3)(rows, start, tokens, head_dim, width, tile); break;
+        default: FN(attend4)(rows, start, tokens, head_dim, width, tile); break;
     }
 }
-
-#undef K_VECTOR
-#undef V_VECTOR
 
 /* Rows of one query tile, of some kv heads, against segments [first_segment, last_segment) of their context.
  * Rows are ordered by (kv head, token, head of the group). */
@@ -150,12 +174,14 @@ static void FN(run_item)(const AttentionCall *call, const Item *item, const E *q
     const int32_t *table = call->block_tables + item->sequence * call->table_stride;
     const int per_head = item->queries * group, num_rows = item->num_heads * per_head;
     const int direct = per_head <= ROW_GROUP && call->k_token_stride == 1 && tile == LANES && head_dim % LANES == 0;
-    const int first_position = call->context_lens[item->sequence] - call->query_lens[item->sequence] + item->first_query;
+    const int cached = call->context_lens[item->sequence] - call->query_lens[item->sequence];
+    const int first_position = cached + item->first_query;
     float *kt = scratch, *vt = kt + head_dim * LANES, *queries = vt + LANES * width;
 
     for (int r = 0; r < num_rows; r++) {
         const int query = r % per_head / group;
-        const E *source = q + row_token(call, item, r) * call->q_token_stride + (int64_t)row_head(call, item, r) * head_dim;
+        const int64_t token = row_token(call, item, r), head = row_head(call, item, r);
+        const E *source = q + token * call->q_token_stride + head * head_dim;
         float *row = queries + r * head_dim;
         for (int d = 0; d < head_dim; d++) row[d] = LOAD1(source + d) * call->scale;
         rows[r].query = row;
@@ -175,15 +201,14 @@ static void FN(run_item)(const AttentionCall *call, const Item *item, const E *q
         const int next = start + tile < end ? start + tile : start;
         for (int h = 0; h < item->num_heads; h++) {
             const int head = item->first_head + h;
-            const FN(Tile) data = FN(tile_at)(call, k_cache, v_cache, table, start, head, kt, vt);
-            const FN(Tile) soon = FN(tile_at)(call, k_cache, v_cache, table, next, head, kt, vt);
-            const int64_t bytes = (int64_t)tile * head_dim * sizeof(E);
-            for (int64_t b = 0; b < bytes; b += 64) { /* the next tile's lines arrive while this one is computed */
-                __builtin_prefetch((const char *)soon.k + b);
-                __builtin_prefetch((const char *)soon.v + b);
+            const FN(Tile) data = FN(tile_at)(call, k_cache, v_cache, table, start, next, head);
+            const Row *group_rows = rows + h * per_head;
+            if (direct) {
+                FN(attend_tile)(group_rows, per_head, start, tokens, head_dim, width, &data);
+            } else {
+                const Tile_f32 floats = FN(load_tile)(&data, head_dim, width, k_lanes(call, tokens, tile), kt, vt);
+                attend_tile_f32(group_rows, per_head, start, tokens, head_dim, width, &floats);
             }
-            if (!direct) FN(load_tile)(&data, head_dim, width, k_lanes(call, tokens, tile));
-            FN(attend_tile)(rows + h * per_head, per_head, direct, start, tokens, head_dim, width, &data);
         }
     }
     for (int r = 0; r < num_rows; r++) flush(&rows[r], width);
@@ -196,8 +221,8 @@ static void FN(store_rows)(const AttentionCall *call, const Item *item, const Ro
         const State *state = &rows[r].total;
         const float inverse = state->sum > 0.0f ? 1.0f / state->sum : 0.0f;
         int d = 0;
-        for (; d + LANES <= head_dim; d += LANES) STORE16(target + d, load16_f32(state->values + d) * inverse);
-        if (d < head_dim) STORE_TAIL(target + d, load16_f32(state->values + d) * inverse, head_dim - d);
+        for (; d + LANES <= head_dim; d += LANES) STORE16(target + d, scale(load16_f32(state->values + d), inverse));
+        if (d < head_dim) STORE_TAIL(target + d, scale(load16_f32(state->values + d), inverse), head_dim - d);
     }
 }
 

@@ -4,23 +4,13 @@
 
 #include <stdlib.h>
 
+#include "interface.h"
 #include "vectors.h"
 
 #define SEGMENT 256   /* tokens; where running states are merged, and where a context may be split over threads */
 #define MAX_ROWS 32   /* query rows of one item: tokens x heads of a group */
 #define ROW_GROUP 4   /* rows that share a tile's registers */
 #define UNROLL _Pragma("GCC unroll 4") /* early, so that small arrays of vectors become registers */
-
-typedef struct {
-    int32_t num_sequences, heads, kv_heads, head_dim, block_size, window, threads, reserved;
-    float scale, reserved_scale;
-    int64_t q_token_stride;                            /* elements */
-    int64_t block_stride;                              /* of both caches */
-    int64_t k_head_stride, k_token_stride, k_dim_stride;
-    int64_t v_head_stride, v_token_stride;
-    int64_t table_stride;
-    const int32_t *block_tables, *query_lens, *context_lens, *query_starts;
-} AttentionCall;
 
 typedef struct {
     int sequence, first_head, num_heads, first_query, queries; /* heads: kv heads */
@@ -59,7 +49,7 @@ static void flush(Row *row, int width) {
         const float x = a->sum > 0.0f ? exp1(a->maximum - maximum) : 0.0f, y = exp1(b->maximum - maximum);
         a->sum = a->sum * x + b->sum * y;
         for (int d = 0; d < width; d += LANES)
-            store16_f32(a->values + d, load16_f32(a->values + d) * x + load16_f32(b->values + d) * y);
+            store16_f32(a->values + d, add_scaled(scale(load16_f32(b->values + d), y), load16_f32(a->values + d), x));
         a->maximum = maximum;
     }
     clear(b, width);

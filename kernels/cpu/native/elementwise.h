@@ -14,28 +14,28 @@ EXPORT void FN(rms_norm)(const E *x, int64_t x_stride, float *residual, const E 
         for (; i + LANES <= size; i += LANES) {
             vf value = LOAD16(source + i);
             if (sums) {
-                value += load16_f32(sums + i);
+                value = add(value, load16_f32(sums + i));
                 store16_f32(sums + i, value);
             }
-            squares += value * value;
+            squares = add_product(squares, value, value);
         }
         if (i < size) {
             vf value = LOAD_TAIL(source + i, (int)(size - i));
             if (sums) {
-                value += load_tail_f32(sums + i, (int)(size - i));
+                value = add(value, load_tail_f32(sums + i, (int)(size - i)));
                 store_tail_f32(sums + i, value, (int)(size - i));
             }
-            squares += value * value;
+            squares = add_product(squares, value, value);
         }
         const float inverse = 1.0f / sqrtf(lane_sum(squares) / (float)size + eps);
         for (i = 0; i + LANES <= size; i += LANES) {
             const vf value = sums ? load16_f32(sums + i) : LOAD16(source + i);
-            STORE16(target + i, value * inverse * LOAD16(weight + i));
+            STORE16(target + i, mul(scale(value, inverse), LOAD16(weight + i)));
         }
         if (i < size) {
             const int n = (int)(size - i);
             const vf value = sums ? load_tail_f32(sums + i, n) : LOAD_TAIL(source + i, n);
-            STORE_TAIL(target + i, value * inverse * LOAD_TAIL(weight + i, n), n);
+            STORE_TAIL(target + i, mul(scale(value, inverse), LOAD_TAIL(weight + i, n)), n);
         }
     }
 }
@@ -47,10 +47,10 @@ EXPORT void FN(silu_mul)(const E *x, E *out, int64_t rows, int64_t size, int thr
         const E *gate = x + row * 2 * size, *up = gate + size;
         E *target = out + row * size;
         int64_t i = 0;
-        for (; i + LANES <= size; i += LANES) STORE16(target + i, silu(LOAD16(gate + i)) * LOAD16(up + i));
+        for (; i + LANES <= size; i += LANES) STORE16(target + i, mul(silu(LOAD16(gate + i)), LOAD16(up + i)));
         if (i < size) {
             const int n = (int)(size - i);
-            STORE_TAIL(target + i, silu(LOAD_TAIL(gate + i, n)) * LOAD_TAIL(up + i, n), n);
+            STORE_TAIL(target + i, mul(silu(LOAD_TAIL(gate + i, n)), LOAD_TAIL(up + i, n)), n);
         }
     }
 }
@@ -123,8 +123,8 @@ EXPORT void FN(head_argmax)(const E *logits, int64_t logits_stride, const E *x, 
             const E *a = x + row * size, *b = weight + token * size;
             vf sum = splat(0.0f);
             int64_t i = 0;
-            for (; i + LANES <= size; i += LANES) sum += LOAD16(a + i) * LOAD16(b + i);
-            if (i < size) sum += LOAD_TAIL(a + i, (int)(size - i)) * LOAD_TAIL(b + i, (int)(size - i));
+            for (; i + LANES <= size; i += LANES) sum = add_product(sum, LOAD16(a + i), LOAD16(b + i));
+            if (i < size) sum = add_product(sum, LOAD_TAIL(a + i, (int)(size - i)), LOAD_TAIL(b + i, (int)(size - i)));
             const float product = lane_sum(sum);
             if (product > best) {
                 best = product;

@@ -1,20 +1,11 @@
-/* CPU kernels behind a plain C ABI, loaded by ctypes. One translation unit; kernels/cpu/compile.py builds it on first use. */
+/* CPU kernels behind a plain C ABI, loaded by ctypes. One translation unit; kernels/cpu/compile.py builds it. */
 
 #include "attention_core.h"
+#include "interface.h"
 #include "vectors.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define PARALLEL_WORK 16384 /* elements below which waking the threads costs more than the work */
-
-typedef struct {
-    int64_t block_size, block_stride, k_head_stride, k_token_stride, k_dim_stride, v_head_stride, v_token_stride;
-} CacheLayout;
-
-INLINE vf silu(vf x) {
-    const vf e = vexp(select_(x > 0.0f, -x, x)); /* exp(-|x|) <= 1 */
-    const vf positive = splat(1.0f) / (e + 1.0f);
-    return x * select_(x > 0.0f, positive, e / (e + 1.0f));
-}
 
 #define PASTE2(a, b) a##_##b
 #define PASTE(a, b) PASTE2(a, b)

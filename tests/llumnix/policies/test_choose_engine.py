@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from llumnix.load import DRAINING, READY, STARTING, LoadReport, dispatch_freeness, freeness
-from llumnix.policies.dispatch import Booked, choose_engine
+from llumnix.policies import dispatch
+from llumnix.policies.dispatch import Ask
+from llumnix.policies.fleet import Fleet
 
 
 def report(engine: str = "e", **rest: Any) -> LoadReport:
@@ -16,8 +18,16 @@ def report(engine: str = "e", **rest: Any) -> LoadReport:
     return LoadReport(engine, 1.0, 1, **values)
 
 
-def choose(*reports: LoadReport, tokens: int = 16, booked: dict[str, Booked] | None = None, **rest: Any) -> str | None:
-    return choose_engine({r.engine: r for r in reports}, booked or {}, tokens, **rest)
+Booked = dict[str, tuple[int, int]]  # engine -> requests, blocks
+
+
+def choose(
+    *reports: LoadReport, tokens: int = 16, booked: Booked | None = None, exclude: Any = (), **rest: Any
+) -> str | None:
+    fleet = Fleet(reports)
+    for name, (requests, blocks) in (booked or {}).items():
+        fleet.book(name, blocks, 16 * blocks, requests)
+    return dispatch.choose(fleet, Ask(tokens, exclude=exclude), **rest)
 
 
 # Load
@@ -110,20 +120,20 @@ def test_ties_go_to_fewer_requests_then_to_the_first_name() -> None:
 
 def test_bookings_count_at_once() -> None:
     engines = report("a"), report("b")
-    assert choose(*engines, booked={"a": Booked(1, 4)}) == "b"
-    assert choose(*engines, booked={"a": Booked(1, 4), "b": Booked(2, 8)}) == "a"
-    assert choose(*engines, booked={"a": Booked(1, 40), "b": Booked(1, 4)}) == "b"
+    assert choose(*engines, booked={"a": (1, 4)}) == "b"
+    assert choose(*engines, booked={"a": (1, 4), "b": (2, 8)}) == "a"
+    assert choose(*engines, booked={"a": (1, 40), "b": (1, 4)}) == "b"
 
 
 def test_a_burst_from_one_ingress_spreads_evenly() -> None:
     engines = [report(name) for name in "abc"]
-    booked: dict[str, Booked] = {}
+    booked: Booked = {}
     for _ in range(30):
         name = choose(*engines, tokens=40, booked=booked)
         assert name is not None
-        before = booked.get(name, Booked())
-        booked[name] = Booked(before.requests + 1, before.blocks + 3)
-    assert {name: b.requests for name, b in booked.items()} == {"a": 10, "b": 10, "c": 10}
+        requests, blocks = booked.get(name, (0, 0))
+        booked[name] = requests + 1, blocks + 3
+    assert {name: requests for name, (requests, _) in booked.items()} == {"a": 10, "b": 10, "c": 10}
 
 
 def test_when_all_are_full_the_shorter_queue_is_chosen() -> None:

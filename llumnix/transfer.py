@@ -1,0 +1,54 @@
+"""How the KV of a moving request travels: the keys of `kv_transfer_config`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llumnix.settings import coerce, declared, setting, strict
+
+ASYNC, SYNC = "async", "sync"
+NONE, ZLIB = "none", "zlib"
+COMPRESSIONS = (NONE, ZLIB)
+BATCH_BYTES = 8 << 20  # of one transfer where batch_size says nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVTransfer:
+    """Values. Construction checks them; raises ConfigError, one line. Whether KV is copied at all, or computed again
+    where that is cheaper, is decided by measured cost and not here."""
+
+    transfer_mode: str = setting(
+        "str",
+        ASYNC,
+        "async: blocks are copied while the request goes on, the last ones while it is held; sync: it is held first",
+        choices=(ASYNC, SYNC),
+    )
+    compression: str = setting("str", NONE, "of the blocks on their way", choices=COMPRESSIONS)
+    batch_size: int = setting("int", 0, "KV blocks in one transfer; 0: as many as 8 MiB hold", low=0, high=1 << 20)
+
+    def __post_init__(self) -> None:
+        coerce(self, "kv_transfer_config")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> KVTransfer:
+        """From what a user gave. Raises ConfigError for unknown keys, wrong types and values out of range."""
+        return strict(cls, values, "kv_transfer_config")
+
+    @classmethod
+    def of_message(cls, message: Mapping[str, Any]) -> KVTransfer:
+        """Values another process checked; keys of newer versions are ignored."""
+        return cls(**{key: value for key, value in message.items() if key in declared(cls)})
+
+    def to_message(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def batch_bytes(self, block_bytes: int) -> int:
+        """Bytes of one transfer of blocks of this size."""
+        return self.batch_size * block_bytes or max(BATCH_BYTES, block_bytes)
+
+    def last_blocks(self, most: int) -> int:
+        """Full blocks left for the hold, so that they and the unfinished one are one transfer; at most `most`."""
+        return min(most, self.batch_size - 1) if self.batch_size else most

@@ -1,0 +1,67 @@
+"""KV slabs by NIXL: the destination reads them out of the source's pool into its own, without a copy on the way.
+
+Optional: the extra `nixl`. A payload then names blocks instead of holding bytes. The destination pulls, because only it
+knows that its promise still stands while the bytes arrive; if the source's blocks change hands meanwhile, the source
+notices on its next look and the move ends before COMMIT. The last blocks of a move never travel this way: they go with
+COMMIT, as a copy.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from serving.transport import Payload
+
+NIXL = "nixl"
+BACKEND = "UCX"
+POLL_S = 0.0002
+MISSING = "the NIXL transport needs the package nixl: pip install 'ferry-serve[nixl]'"
+
+
+class NixlTransport:
+    """One engine's KV pool, registered once: `num_blocks` slabs of `block_bytes` from `address` on."""
+
+    def __init__(self, name: str, address: int, num_blocks: int, block_bytes: int, device: str = "cpu"):
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError:
+            raise ValueError(MISSING) from None
+        self.address, self.block_bytes = address, block_bytes
+        self.kind, self.index = ("DRAM", 0) if device == "cpu" else ("VRAM", int(device.partition(":")[2] or 0))
+        self.agent: Any = nixl_agent(name, nixl_agent_config(backends=[BACKEND]))
+        pool = self.agent.get_reg_descs([(address, num_blocks * block_bytes, self.index, "")], mem_type=self.kind)
+        self.agent.register_memory(pool)
+        self._peers: dict[bytes, Any] = {}  # metadata of another agent -> its name here
+
+    def pack(self, blocks: list[int]) -> Payload:
+        """A payload that says where the blocks are."""
+        return {
+            "shape": [len(blocks), self.block_bytes],
+            "compression": NIXL,
+            "agent": self.agent.get_agent_metadata(),
+            "rows": self._rows(blocks),
+            "kind": self.kind,
+        }
+
+    def fetch(self, payload: Payload, blocks: list[int], limit_s: float) -> None:
+        """Read the payload's blocks into `blocks`. Raises RuntimeError when that fails or takes longer than limit_s."""
+        peer = self._peers.get(payload["agent"])
+        if peer is None:
+            peer = self._peers[payload["agent"]] = self.agent.add_remote_agent(payload["agent"])
+        here = self.agent.get_xfer_descs(self._rows(blocks), mem_type=self.kind)
+        there = self.agent.get_xfer_descs([tuple(row) for row in payload["rows"]], mem_type=payload["kind"])
+        transfer = self.agent.initialize_xfer("READ", here, there, peer)
+        try:
+            state = self.agent.transfer(transfer)
+            until = time.monotonic() + limit_s
+            while state != "DONE":
+                if state == "ERR" or time.monotonic() > until:
+                    raise RuntimeError(f"the NIXL transfer of {len(blocks)} blocks failed: state {state}")
+                time.sleep(POLL_S)
+                state = self.agent.check_xfer_state(transfer)
+        finally:
+            self.agent.release_xfer_handle(transfer)
+
+    def _rows(self, blocks: list[int]) -> list[tuple[int, int, int]]:
+        return [(self.address + block * self.block_bytes, self.block_bytes, self.index) for block in blocks]

@@ -1,0 +1,71 @@
+"""From the parameters of rescheduling to what the manager is told.
+
+`enable_llumnix`, `llumnix_config` and `kv_transfer_config` become the manager's user_config, which may also be changed
+while everything runs (docs/llumnix.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from engine.config import ConfigError, EngineConfig
+from llumnix.settings import DEFAULTS, LlumnixSettings
+from llumnix.transfer import KVTransfer
+from serving.strict_yaml import load_mapping
+
+KEYS = ("llumnix", "kv_transfer")
+
+
+def settings_of(config: EngineConfig) -> LlumnixSettings:
+    """The settings that the parameters ask for. Raises ConfigError, one line, for a file that cannot be used."""
+    given = config.llumnix_config
+    if given is None:
+        settings = DEFAULTS
+    elif isinstance(given, str):
+        settings = _read(given)
+    else:
+        settings = LlumnixSettings.from_dict(given)
+    return settings if config.enable_llumnix else replace(settings, enable_moves=False)
+
+
+def kv_transfer_of(config: EngineConfig) -> KVTransfer:
+    return KVTransfer.from_dict(config.kv_transfer_config or {})
+
+
+def user_config(config: EngineConfig) -> dict[str, Any]:
+    """The Manager's user_config: what differs from the defaults. Raises ConfigError."""
+    return {
+        "llumnix": _different(settings_of(config), DEFAULTS),
+        "kv_transfer": _different(kv_transfer_of(config), KVTransfer()),
+    }
+
+
+def parse_user_config(given: Any) -> tuple[LlumnixSettings, KVTransfer]:
+    """What a user_config of the Manager means. Raises ConfigError."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"the Manager's user_config is {given!r}, must be a mapping with the keys {' and '.join(KEYS)}"
+        )
+    for key in given:
+        if key not in KEYS:
+            raise ConfigError(f"the Manager's user_config has no key {key!r}, must be {' or '.join(KEYS)}")
+    return LlumnixSettings.from_dict(given.get("llumnix") or {}), KVTransfer.from_dict(given.get("kv_transfer") or {})
+
+
+def _read(path: str) -> LlumnixSettings:
+    try:
+        return LlumnixSettings.from_dict(load_mapping(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"--llumnix_config {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--llumnix_config {path}: is not a text file") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _different(values: Any, defaults: Any) -> dict[str, Any]:
+    usual = asdict(defaults)
+    return {name: value for name, value in asdict(values).items() if value != usual[name]}
