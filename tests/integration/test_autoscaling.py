@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serving.autoscaling import autoscaling_config
 from tests.integration.service import Service, wait_for
 from tests.integration.streams import Result, bodies, run_streams
 
@@ -107,3 +108,18 @@ def test_requests_that_cannot_be_held_are_refused_and_may_try_again(application:
     messages = sorted(answer.json()["error"]["message"] for answer in answers)
     assert messages[0].startswith("2 requests wait for a replica to start already")
     assert messages[1:] == ["no replica started within 3 s"] * 2
+
+
+def test_limits_of_the_deployment_change_while_its_engines_run(application: Service, long_llama: Path) -> None:
+    """Unlike args, which restart everything: docs/operations.md shows this form."""
+    service = application
+
+    def limits(low: int, high: int) -> dict[str, Any]:
+        return {"autoscaling_config": autoscaling_config(low, high, SOON)}
+
+    service.apply(limits(1, 2), **options(long_llama, 1, 2))
+    service.wait_ready(replicas=1)
+    ((name, snapshot),) = service.snapshots().items()
+    service.apply(limits(2, 3), **options(long_llama, 1, 2))
+    wait_for(lambda: service.num_ready() == 2, 40, "two engines")
+    assert service.snapshots()[name]["pid"] == snapshot["pid"]
