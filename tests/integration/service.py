@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import ray
 from ray import serve
 from ray.exceptions import RayError
@@ -48,8 +52,29 @@ def start_cluster(num_cpus: int = 2) -> int:
         namespace="serve",
     )
     port = free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     return port
+
+
+@contextmanager
+def another_node(num_cpus: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A node that joins the cluster as those of Kubernetes do; the process is what SIGTERM goes to."""
+    ray_command = str(Path(sys.executable).parent / "ray")
+    address = ray.get_runtime_context().gcs_address
+    words = ("start", f"--address={address}", f"--num-cpus={num_cpus}", "--object-store-memory=80000000", "--block")
+    env = {key: value for key, value in os.environ.items() if key not in ("RAY_TMPDIR", "RAY_ADDRESS")}
+    known = {node["NodeID"] for node in ray.nodes()}
+    quiet = None if os.environ.get("FERRY_TEST_LOGS") else subprocess.DEVNULL
+    process = subprocess.Popen([ray_command, *words], env=env, stdout=quiet, stderr=quiet)
+    try:
+        wait_for(lambda: any(n["Alive"] and n["NodeID"] not in known for n in ray.nodes()), 30, "another node")
+        yield process
+    finally:
+        for child in (*psutil.Process(process.pid).children(recursive=True),) if process.poll() is None else ():
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.kill()
+        process.wait(10)
 
 
 def stop_cluster() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.service import Service, wait_for
+from tests.integration.service import Service, another_node, wait_for
 from tests.integration.streams import Result, bodies, run_streams, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -109,3 +109,29 @@ def test_a_rolling_update_under_streams(application: Service, long_llama: Path, 
     service.wait_ready(replicas=2)
     assert_moved_uncut(receipts(service, 1))
     service.wait_idle()
+
+
+def test_a_node_that_is_told_to_end_lets_its_engine_drain(
+    application: Service, long_llama: Path, calm: list[Result]
+) -> None:
+    """SIGTERM to `ray start --block`, as Kubernetes ends a pod. There is no room for a replacement."""
+    service, same = application, {**options(long_llama), "num_cpus_per_replica": 2}
+    with another_node(num_cpus=2) as node:
+        service.apply({"num_replicas": 2}, **same)
+        service.wait_ready(replicas=2)
+        expected = undisturbed(service, calm)
+        theirs = {p.pid for p in psutil.Process(node.pid).children(recursive=True)}
+        (gone,) = [n for n, snapshot in service.snapshots().items() if snapshot["pid"] in theirs]
+
+        async def end_node(results: list[Result]) -> None:
+            await under_way(results)
+            node.terminate()
+            await asyncio.to_thread(wait_for, lambda: gone not in service.engines(), 60, "the end of its engine")
+            assert not any(result.done for result in results)
+
+        with service.paced(STEP_S):
+            assert run_streams(service.url, bodies(STREAMS, TOKENS), end_node) == expected
+        (receipt,) = receipts(service, 1)
+        assert receipt["engine"] == gone
+        assert_moved_uncut([receipt])
+    service.delete()
