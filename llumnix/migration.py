@@ -111,6 +111,7 @@ class Outgoing:
         self.stages = 0
         self.blocks_sent = self.blocks_skipped = 0
         self._sent = 0  # leading blocks the destination has
+        self._promised = 0  # blocks it keeps for the request
         self._stage_end = 0  # blocks that were full when the stage began
         self._start: Progress | None = None
         self._held: int | None = None  # positions computed when the request was held
@@ -124,13 +125,15 @@ class Outgoing:
         if not progress.running or self.mechanism is Mechanism.REQUEUE:
             self.mechanism = Mechanism.REQUEUE
             return Hold(0, copy=False)
-        return Reserve(self._blocks(progress.length))
+        return Reserve(self._promise(progress))
 
     def reserved(self, present: int, progress: Progress | None) -> Effect:
         """The destination has promised the room and has the first `present` blocks."""
+        if not self._reserved:
+            self.blocks_skipped = present
         self._reserved = True
-        self._sent = self.blocks_skipped = present
-        if self.mechanism is Mechanism.LIVE:
+        self._sent = present
+        if self.mechanism is Mechanism.LIVE or self._held is not None:
             return self._copy(progress)
         return self._check(progress) or Hold(present, copy=self.mechanism is Mechanism.STOP_AND_COPY)
 
@@ -193,7 +196,7 @@ class Outgoing:
             self.stages += 1
             self._stage_end = full
         count = min(self._stage_end - self._sent, self.limits.chunk_blocks)
-        return Send(self._sent, count, self._blocks(progress.length))
+        return Send(self._sent, count, self._promise(progress))
 
     def _commit(self, progress: Progress, computed: int) -> Effect:
         """The rest goes with Commit if it is one transfer; what is more goes before."""
@@ -203,11 +206,18 @@ class Outgoing:
             computed = 0
         left = max(0, self._blocks(computed) - self._sent)
         if left > self.limits.chunk_blocks:
-            return Send(self._sent, self.limits.chunk_blocks, self._blocks(progress.length))
+            return Send(self._sent, self.limits.chunk_blocks, self._promise(progress))
+        if self._reserved and self._blocks(progress.length) > self._promised:
+            return Reserve(self._promise(progress))  # it may say no: better now than to COMMIT
         self.blocks_sent += left
         self._committed = True
         resume, move = progress.epoch
         return Commit((resume, move + 1), computed, self._sent, left, self._reserved)
+
+    def _promise(self, progress: Progress) -> int:
+        """The room to ask for: a block more than the request has now, because it goes on growing."""
+        self._promised = self._blocks(progress.length) + 1
+        return self._promised
 
     def _blocks(self, length: int) -> int:
         """Blocks that hold a sequence of this length."""

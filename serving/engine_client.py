@@ -228,32 +228,36 @@ class EngineClient:
     # -- engines ------------------------------------------------------------------------------------------------
 
     async def _follow_manager(self) -> None:
-        version = -1
+        version: Any = None
         while True:
             try:
                 call = self.manager.view.remote(version, list(self.links), self.settings_version)
                 view = await asyncio.wait_for(call, VIEW_TIMEOUT_S)
             except Exception as error:  # the manager is down or restarting: go on with what is known
                 logger.debug("no view from the manager: %s", type(error).__name__)
-                version = -1
+                version = None
                 await asyncio.sleep(VIEW_RETRY_S)
                 continue
             try:
-                self._merge(view["engines"])
+                self._merge(view["engines"], view.get("names", list(view["engines"])))
                 if "settings" in view:
                     self.dispatcher.settings = LlumnixSettings.of_message(view["settings"])
                     self.settings_version = view["settings_version"]
                 version = view["version"]
             except Exception:
                 logger.exception("the manager's view cannot be used")
-                version = -1
+                version = None
                 await asyncio.sleep(VIEW_RETRY_S)
 
-    def _merge(self, engines: dict[str, dict[str, Any]]) -> None:
-        """Take over a view. An engine whose stream is open stays even if the manager does not list it: the stream is
-        the better proof of life, and a manager that has just restarted knows nobody yet."""
+    def _merge(self, engines: dict[str, dict[str, Any]], names: list[str] | None) -> None:
+        """Take over what has changed in the view; `names` of all engines when one came or went. An engine whose stream
+        is open stays even if the manager does not list it: the stream is the better proof of life, and a manager that
+        has just restarted knows nobody yet."""
         now = clock.now()
-        self.starting = {}
+        if names is not None:
+            listed = set(names)
+            self.starting = {name: phase for name, phase in self.starting.items() if name in listed}
+            self.avoid = {name: when for name, when in self.avoid.items() if name in listed}
         for name, entry in engines.items():
             message = entry["report"]
             link = self.links.get(name)
@@ -263,15 +267,14 @@ class EngineClient:
                     self.dispatcher.put(link.report)
                 continue
             report = LoadReport.from_message(message)
+            self.starting.pop(name, None)
             if report.state == STARTING:
                 self.starting[name] = report.phase
-            elif (
-                self.avoid.get(name, 0.0) <= now and entry["actor"] is not None
-            ):  # else: lost since this view was asked for
+            elif self.avoid.get(name, 0.0) <= now and entry["actor"] is not None:  # else: lost since it was asked for
+                self.avoid.pop(name, None)
                 link = self.links[name] = Link(name, entry["actor"], report)
                 self.dispatcher.put(report)
                 self._open(link)
-        self.avoid = {name: when for name, when in self.avoid.items() if name in engines and when > now}
 
     def _open(self, link: Link) -> None:
         if link.task is not None:

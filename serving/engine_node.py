@@ -47,6 +47,7 @@ from serving.messages import (
 from serving.messages import DRAINING as ERROR_DRAINING
 from serving.move_destination import MoveDestination
 from serving.move_source import MoveSource, movable
+from serving.nixl_transport import NixlTransport
 from serving.outbox import Outboxes
 from serving.reporting import Reporter
 
@@ -83,6 +84,7 @@ class EngineNode:
         self.prefix = ""
         self.thread = EngineThread(self._build, self._on_events, self._on_failure, self._on_look)
         self.copy: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
+        self._nixl: NixlTransport | None = None
         self.giving = MoveSource(self)
         self.taking = MoveDestination(self)
 
@@ -105,7 +107,7 @@ class EngineNode:
         self.block_bytes = engine.executor.read_blocks([0]).shape[1]
         self._apply_settings()
         self.state, self.phase = READY, ""
-        self.reporter.changed()
+        self.reporter.changed(urgent=True)
         return {"pid": os.getpid(), "engine": self.id, "max_model_len": self.max_model_len}
 
     def _build(self) -> Engine:
@@ -149,7 +151,7 @@ class EngineNode:
         self.state = DRAINING
         self.closing = self.closing or closing
         self.drain_until = min(self.drain_until, clock.now() + deadline_s)
-        self.reporter.changed()
+        self.reporter.changed(urgent=True)
         if self.draining is None:
             self.draining = self.spawn(self._drain())
         return await asyncio.shield(self.draining)
@@ -345,7 +347,7 @@ class EngineNode:
         for name, client in self.outboxes.clients.items():
             lost = [error_output(request_id, epoch, FAILED, self.failed) for request_id, epoch in client.open.items()]
             self._deliver({name: lost})
-        self.reporter.changed()
+        self.reporter.changed(urgent=True)
 
     def _deliver(self, by_client: dict[str, list[Output]]) -> None:
         now = clock.now()
@@ -358,6 +360,13 @@ class EngineNode:
         event = self.wakeups.get(client)
         if event is not None:
             event.set()
+
+    def nixl(self) -> NixlTransport:
+        """This engine's pool as NIXL knows it, registered at the first use. Raises ValueError without the package."""
+        if self._nixl is None:
+            address, blocks, device = self.engine.executor.pool_memory()
+            self._nixl = NixlTransport(self.id, address, blocks, self.block_bytes, device)
+        return self._nixl
 
     def streams_to(self, client: str) -> bool:
         """An ingress reads this engine's outputs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -59,7 +60,7 @@ GATHER_S = 0.05  # between answers to an ingress: changes that come meanwhile ar
 class Manager:
     def __init__(self, log_level: str = "INFO") -> None:
         configure_logging(log_level)
-        self.cluster = ClusterView(started=time.monotonic())
+        self.cluster = ClusterView(os.urandom(6).hex(), time.monotonic())
         self.rescheduler = Rescheduler(replace(DEFAULTS, enable_moves=False))
         self.settings_version = _version(self.rescheduler.settings)
         self.transfer = KVTransfer()
@@ -141,18 +142,18 @@ class Manager:
         """The metrics of an ingress."""
         self._take_metrics(source, families)
 
-    async def view(self, version: int, known: list[str], settings_version: int = -1) -> dict[str, Any]:
+    async def view(self, version: Any, known: list[str], settings_version: int = -1) -> dict[str, Any]:
         """The cluster view, soon after it differs from `version`, after POLL_S at the latest; without the actors of
         the engines in `known`, and with the settings only if theirs is not `settings_version`. Busy engines change the
         view all the time: every answer waits for what GATHER_S brings."""
         before = self.cluster.version
         self.cluster.tick(clock.now())
         self._notify(before)
-        if version == self.cluster.version:
+        if self.cluster.is_current(version):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), POLL_S)
         await asyncio.sleep(GATHER_S)
-        view = self.cluster.view(clock.now(), known)
+        view = self.cluster.view(clock.now(), version, known)
         if settings_version != self.settings_version:
             view["settings"] = self.rescheduler.settings.to_message()
             view["settings_version"] = self.settings_version

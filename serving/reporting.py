@@ -1,7 +1,8 @@
 """Pushes one process's load report and metrics to the manager.
 
-On change, at least MIN_INTERVAL_S apart; a heartbeat each HEARTBEAT_S; at most one call in flight, and what happens
-meanwhile goes into the next one. A manager that is down costs nothing: the next heartbeat tries again.
+On change, as far apart as the manager says (the more engines it has, the farther) unless the news is urgent; a
+heartbeat each HEARTBEAT_S; at most one call in flight, and what happens meanwhile goes into the next one. A manager
+that is down costs nothing: the next heartbeat tries again.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from llumnix.manager import MIN_INTERVAL_S
 from serving import clock
 from serving.receipt import receipt_line
 
 logger = logging.getLogger("ferry.reporting")
 
-MIN_INTERVAL_S = 0.1
 HEARTBEAT_S = 2.0  # nothing has changed; the manager calls an engine suspect after 3 s
 METRICS_S = 1.0  # between metrics that changed
 REFRESH_S = 4.0  # unchanged metrics are sent again this often, so that the manager does not drop them
@@ -38,10 +40,15 @@ class Reporter:
         self.actor: Any = None
         self.sequence = 0
         self.silent = False  # nothing is reported any more
+        self.interval_s = MIN_INTERVAL_S
         self._changed = asyncio.Event()
+        self._urgent = asyncio.Event()
 
-    def changed(self) -> None:
+    def changed(self, urgent: bool = False) -> None:
+        """There is something to report; what is urgent (a new state) does not wait for its turn."""
         self._changed.set()
+        if urgent:
+            self._urgent.set()
 
     async def drained(self, receipt: dict[str, Any]) -> None:
         """The last words of an engine that is about to end: its load matters no more, its receipt does."""
@@ -59,6 +66,7 @@ class Reporter:
         sent: list[Any] | None = None
         while self.manager is not None and not self.silent:
             self._changed.clear()
+            self._urgent.clear()
             self.sequence += 1
             try:
                 report, families = self.make(self.sequence)
@@ -75,14 +83,21 @@ class Reporter:
             try:
                 answer = await asyncio.wait_for(self.manager.report.remote(report), CALL_TIMEOUT_S)
                 self.on_answer(answer)
+                self.interval_s = answer.get("interval_s", MIN_INTERVAL_S)
                 known = bool(answer.get("known"))
                 if not known:  # it has restarted: introduce this engine at once, an idle one too
-                    self._changed.set()
+                    self.changed(urgent=True)
             except Exception as error:  # down, restarting or slow
                 logger.debug("no answer from the manager: %s", type(error).__name__)
                 known = False
             await asyncio.sleep(MIN_INTERVAL_S)
-            try:
-                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S - MIN_INTERVAL_S)
-            except TimeoutError:
-                continue
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Until the next report is due."""
+        if self.interval_s > MIN_INTERVAL_S:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), self.interval_s - MIN_INTERVAL_S)
+        if not self._urgent.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), max(0.0, HEARTBEAT_S - self.interval_s))

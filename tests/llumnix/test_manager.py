@@ -21,7 +21,7 @@ def shown(view: ClusterView, engine: str = "e") -> dict[str, Any]:
 
 def test_an_engine_must_introduce_itself_once() -> None:
     view = ClusterView()
-    assert view.on_report(message(actor=None), 0.0) == {"v": 1, "known": False}
+    assert not view.on_report(message(actor=None), 0.0)["known"]
     assert view.view(0.0)["engines"] == {}
     assert view.on_report(message(sequence=2), 0.0)["known"]
     assert view.on_report(message(sequence=3, actor=None, running=4), 0.0)["known"]
@@ -56,7 +56,7 @@ def test_a_new_incarnation_beats_any_sequence_of_the_old_one() -> None:
 def test_a_new_incarnation_does_not_inherit_the_dead_ones_actor() -> None:
     view = ClusterView()
     view.on_report(message(incarnation=1.0), 0.0)
-    assert view.on_report(message(incarnation=2.0, actor=None), 0.0) == {"v": 1, "known": False}
+    assert not view.on_report(message(incarnation=2.0, actor=None), 0.0)["known"]
     assert shown(view)["report"]["incarnation"] == 1.0
 
 
@@ -134,3 +134,41 @@ def test_view_and_snapshot_tell_silence_and_load() -> None:
     assert replica["freeness"] == (60 - 20) * 16 / 4
     assert (replica["running"], replica["waiting"], replica["id"]) == (4, 1, "e")
     json.dumps(snapshot, allow_nan=False)
+
+
+def test_a_view_holds_what_has_changed_since_the_last_one() -> None:
+    view = ClusterView("m")
+    for name in "ab":
+        view.on_report(message(name, actor=name), 0.0)
+    first = view.view(0.0)
+    assert set(first["engines"]) == set(first["names"]) == {"a", "b"}
+    assert view.is_current(first["version"])
+    view.on_report(message("b", sequence=2, actor=None), 1.0)
+    second = view.view(1.0, first["version"], known=["a", "b"])
+    assert set(second["engines"]) == {"b"} and second["names"] is None
+    assert set(view.view(1.0, second["version"], known=["a"])["engines"]) == {"b"}, "it is told until it is known"
+    view.on_gone("a")
+    third = view.view(1.0, second["version"], known=["a", "b"])
+    assert third["engines"] == {} and third["names"] == ["b"]
+
+
+def test_a_view_of_another_manager_is_no_beginning() -> None:
+    old, new = ClusterView("old"), ClusterView("new")
+    for _ in range(3):
+        old.on_gone("x")
+    for view in (old, new):
+        view.on_report(message("a", actor="a"), 0.0)
+    assert not new.is_current(old.view(0.0)["version"])
+    assert set(new.view(0.0, old.view(0.0)["version"], known=["a"])["engines"]) == {"a"}
+
+
+def test_the_more_engines_the_farther_apart_their_reports() -> None:
+    view = ClusterView("m")
+    assert view.on_report(message("e", actor="e"), 0.0)["interval_s"] == 0.1
+    for i in range(1024):
+        answer = view.on_report(message(f"e{i}", actor="x"), 0.0)
+    assert 2.0 < answer["interval_s"] < 3.0
+    view.tick(GONE_S + 1.0)
+    assert len(view.members) == 1025, "they had no turn yet"
+    view.tick(GONE_S + 3.0)
+    assert not view.members

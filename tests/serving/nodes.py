@@ -54,8 +54,9 @@ class StillManager:
     def __init__(self, nodes: dict[str, EngineNode]):
         self.nodes = nodes
 
-    async def view(self, version: int, known: list[str], *_: Any) -> dict[str, Any]:
+    async def view(self, version: int | None, known: list[str], *_: Any) -> dict[str, Any]:
         await asyncio.sleep(0.05)
+        version = version or 0
         engines = {
             name: {
                 "actor": None if name in known else Handle(node),
@@ -125,3 +126,10 @@ class Nodes:
                     if request_id in node.engine.scheduler.requests:
                         return name
                 await asyncio.sleep(0.001)
+
+
+async def until(condition: Callable[[], bool], seconds: float = SOON) -> None:
+    """Wait for something that will be. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)

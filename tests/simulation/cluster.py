@@ -15,7 +15,9 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv import BlockPool, HostTier
+from engine.request import Request, Status
 from engine.scheduler import SchedulerConfig
+from llumnix.load import STARTING
 from serving.engine_client import EngineClient
 from serving.engine_node import EngineNode
 from serving.manager import Manager
@@ -79,7 +81,9 @@ class Cluster:
         self.newer = set(shape.newer)
         self.moved: dict[str, int] = defaultdict(int)  # outcomes of the moves that a source has ended
         self.on_hold: Callable[[str, str], None] = lambda engine, request: None
+        self.on_read: Callable[[str], Callable[[], bool] | None] = lambda engine: None  # a condition to wait for
         self._owner: dict[tuple[str, tuple[int, int]], str] = {}
+        self._taken: set[tuple[str, tuple[int, int]]] = set()
         self._doubled: dict[str, float] = {}
         self._numbers: dict[str, int] = defaultdict(int)
         self.config = {
@@ -116,7 +120,7 @@ class Cluster:
             step_s=self.shape.step_s,
             after_step=partial(self._check, name),
         )
-        node.copy = self._copy
+        node.copy = partial(self._copy, name)
         node.reporter.actor = Handle(name)
         node.outboxes.forget_s = FORGET_S
         self.network.targets[name] = process, node
@@ -213,17 +217,32 @@ class Cluster:
         self.note("VIOLATION", what)
         self.violations.append(f"at {self.loop.now:.3f} s: {what}")
 
-    def owns(self, engine: str, request_id: str, epoch: tuple[int, int]) -> None:
-        """An epoch of a request belongs to one engine for ever."""
-        owner = self._owner.setdefault((request_id, epoch), engine)
+    def owns(self, engine: str, request: Request, new: bool) -> None:
+        """An epoch of a request belongs to one engine, once; and until the ingress starts the request again, no other
+        engine goes on with it."""
+        owner = self._owner.setdefault((request.id, request.epoch), engine)
         if owner != engine:
-            self.violate(f"{request_id} under epoch {epoch} is owned by {owner} and by {engine}")
+            self.violate(f"{request.id} under epoch {request.epoch} is owned by {owner} and by {engine}")
+        elif new and (request.id, request.epoch) in self._taken and self._wanted(request.id):
+            self.violate(f"{engine} takes {request.id} under epoch {request.epoch} a second time")
+        self._taken.add((request.id, request.epoch))
+        for name, node in self.nodes.items():
+            other = (
+                node.engine.scheduler.requests.get(request.id) if name != engine and node.state != STARTING else None
+            )
+            if other is not None and other.epoch[0] == request.epoch[0] and other.status is not Status.HELD:
+                self.violate(f"{request.id} goes on at {name} {other.epoch} and at {engine} {request.epoch}")
+
+    def _wanted(self, request_id: str) -> bool:
+        """Somebody waits for it. A submission that comes again after its end is found out and dropped a moment later."""
+        user = self.user(request_id)
+        return user is not None and user.active
 
     def look(self, longest_s: float) -> None:
         """Requests may be at two engines for a while only: until the older one hears that it has lost them."""
         count: dict[str, int] = defaultdict(int)
         for name, node in self.nodes.items():
-            if node.state != "starting" and not self.process(name).stopped:
+            if node.state != STARTING and not self.process(name).stopped:
                 for request_id in node.engine.scheduler.requests:
                     count[request_id] += 1
         now = self.loop.now
@@ -240,7 +259,7 @@ class Cluster:
             if user.active:
                 yield f"user {user.id} waits for token {len(user.tokens)} since {user.started:.3f} s"
         for name, node in self.nodes.items():
-            if node.state == "starting":
+            if node.state == STARTING:
                 yield f"{name} starts"
                 continue
             scheduler = node.engine.scheduler
@@ -295,18 +314,19 @@ class Cluster:
         executor = FakeExecutor(shape.blocks, BLOCK_SIZE, shape.host_blocks, config=config, seconds_per_token=0.0005)
         pool = BlockPool(shape.blocks, BLOCK_SIZE, HostTier(shape.host_blocks), keep_evicted=shape.host_blocks > 0)
         engine = Engine(executor, pool, config, vocab_size=VOCAB, compat_key=compat_key, clock=self.loop.time)
-        add, adopt, hold = engine.add_request, engine.adopt, engine.hold
+        add, adopt, hold, unhold = engine.add_request, engine.adopt, engine.hold, engine.unhold
 
         def adding(*arguments: Any, **options: Any) -> Any:
             request = add(*arguments, **options)
             self.note(name, "adds", request.id, request.epoch)
-            self.owns(name, request.id, request.epoch)
+            self.owns(name, request, True)
             return request
 
-        def adopting(*arguments: Any, **options: Any) -> Any:
-            request = adopt(*arguments, **options)
+        def adopting(record: dict[str, Any], *arguments: Any) -> Any:
+            new = record["id"] not in engine.scheduler.requests
+            request = adopt(record, *arguments)
             self.note(name, "adopts", request.id, request.epoch)
-            self.owns(name, request.id, request.epoch)
+            self.owns(name, request, new)
             return request
 
         def holding(request_id: str) -> Any:
@@ -314,11 +334,20 @@ class Cluster:
             self.on_hold(name, request_id)
             return record
 
-        engine.add_request, engine.adopt, engine.hold = adding, adopting, holding  # type: ignore[method-assign]
+        def unholding(request_id: str) -> None:
+            unhold(request_id)
+            if request_id in engine.scheduler.requests:
+                self.owns(name, engine.scheduler.requests[request_id], False)
+
+        engine.add_request, engine.adopt = adding, adopting  # type: ignore[method-assign]
+        engine.hold, engine.unhold = holding, unholding  # type: ignore[method-assign]
         return engine
 
-    async def _copy(self, call: Callable[[], Any]) -> Any:
+    async def _copy(self, name: str, call: Callable[[], Any]) -> Any:
         """Copies are made by other threads: at some moment in the middle."""
+        condition = self.on_read(name)
+        while condition is not None and not condition():
+            await asyncio.sleep(0.004)
         await asyncio.sleep(self.random.uniform(0, self.shape.copy_s))
         result = call()
         await asyncio.sleep(self.random.uniform(0, self.shape.copy_s))

@@ -15,15 +15,18 @@ from functools import partial
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from engine.request import Status
 from tests.simulation.cluster import Cluster, InjectedFailure
 from tests.simulation.network import ANSWERED, ARRIVED, DONE, PASS, SENT, Call, Verdict
 
-HOLD = "hold"
+HOLD, READ = "hold", "read"
 ANY = (SENT, ARRIVED, DONE, ANSWERED)
 STAGES: dict[str, tuple[str, tuple[str, ...]]] = {  # stage of a move -> (method, at which moment of the message)
     "reserve": ("reserve", ANY),
     "copy": ("write", ANY),
+    "read": (READ, (READ,)),
     "hold": (HOLD, (HOLD,)),
     "commit": ("commit", (SENT, ARRIVED)),
     "commit_taken": ("commit", (DONE,)),
@@ -68,6 +71,7 @@ class Faults:
         self._moves: dict[tuple[str, str], tuple[str, str]] = {}  # (source, key) -> (destination, request)
         cluster.network.watch = self._watch
         cluster.on_hold = self._on_hold
+        cluster.on_read = self._on_read
 
     async def run(self, period_s: float) -> None:
         """Begin one fault after another; returns when all have been tried."""
@@ -120,6 +124,13 @@ class Faults:
         if move is not None:
             self._fire(HOLD, Moment(engine, move.destination, request_id, HOLD, None))
 
+    def _on_read(self, engine: str) -> Callable[[], bool] | None:
+        for move in list(self.cluster.nodes[engine].giving.moves.values()) if engine in self.cluster.nodes else ():
+            verdict = self._fire(READ, Moment(engine, move.destination, move.request_id, READ, None))
+            if verdict.until is not None:
+                return verdict.until
+        return None
+
     def _fire(self, method: str, moment: Moment) -> Verdict:
         for armed in self.armed:
             if armed.method != method or armed.phase != moment.phase:
@@ -164,7 +175,7 @@ class Faults:
         return Verdict(lose=True) if self._fits(moment) else None
 
     def repeat(self, moment: Moment) -> Verdict | None:
-        return Verdict(copies=2)
+        return Verdict(again_s=self.random.choice((0.0, 0.05, 1.0, 3.0)))
 
     def lose_reservation(self, moment: Moment) -> Verdict | None:
         node = self.cluster.nodes.get(moment.destination)
@@ -239,6 +250,35 @@ class Faults:
 
         node.thread.before_step.append(now)  # type: ignore[attr-defined]
         return Verdict(until=lambda: bool(done), extra_s=WAIT_S)
+
+    def preempt_reading(self, moment: Moment) -> Verdict | None:
+        """Between a look at the blocks and their copy the request loses them, and they are written anew."""
+        request = self._request(moment.source, moment.request_id)
+        if request is None or request.status is not Status.RUNNING or not request.blocks:
+            return None
+        node = self.cluster.nodes[moment.source]
+        engine = node.engine
+        done: list[bool] = []
+
+        def now() -> None:
+            done.append(True)
+            scheduler = engine.scheduler
+            if request.status is not Status.RUNNING or request not in scheduler.running:
+                return
+            scheduler._preempt(request)
+            copies = scheduler.pool.swap_out
+            for block, slot in copies:
+                engine.executor.host[slot] = list(engine.executor.kv[block])
+            copies.clear()
+            number = scheduler.pool.available
+            if scheduler._seats:
+                scheduler.reservations.promise("others", number, self.cluster.loop.now)
+                engine.write_reserved("others", 0, np.zeros((number, 8 * scheduler.pool.block_size), dtype=np.uint8))
+                engine.cancel_reservation("others")
+                self.hit("preempted@read")
+
+        node.thread.before_step.append(now)
+        return Verdict(until=lambda: bool(done) or moment.source not in self.cluster.nodes)
 
     def other_version(self, moment: Moment) -> Verdict | None:
         """The message comes from code that speaks another version."""
@@ -344,6 +384,16 @@ class Faults:
             self.random.choice(streams).cut()
             self.hit("stream_cut")
 
+    async def item_lost(self) -> None:
+        """It never comes, and nothing breaks."""
+        name = await self._engine()
+        streams = [s for s in self.cluster.network.streams if s.call.target == name and s.call.source.alive]
+        if streams:
+            stream = self.random.choice(streams)
+            stream.lose = lose = self.random.choice((1, 1, 3, 20))
+            if await self._wait(lambda: stream.lose < lose, 1.0):
+                self.hit("item_lost")
+
     async def partition(self) -> None:
         one = await self._engine()
         others = [n for n in (*self.cluster.nodes, *self.cluster.clients, *self.cluster.managers) if n != one]
@@ -412,6 +462,7 @@ STAGED: dict[str, tuple[Callable[[Faults, Moment], Verdict | None], str]] = {
     **{f"stop_string@{stage}": (Faults.stop_string, stage) for stage in _EACH},
     **{f"finishes@{stage}": (Faults.finish, stage) for stage in ("reserve", "copy", "commit_taken")},
     **{f"preempted@{stage}": (Faults.preempt, stage) for stage in ("reserve", "copy", "commit_taken")},
+    "preempted@read": (Faults.preempt_reading, "read"),
     "reservation_lost@copy": (Faults.lose_reservation, "copy"),
     "reservation_lost@commit": (Faults.lose_reservation, "commit"),
     "commit_lost": (Faults.lose, "commit"),
@@ -443,6 +494,7 @@ TIMED: dict[str, Callable[[Faults], Awaitable[None]]] = {
     "engine_slow_15s": Faults.engine_slow,
     "engine_fails": Faults.engine_fails,
     "stream_cut": Faults.stream_cut,
+    "item_lost": Faults.item_lost,
     "partition": Faults.partition,
     "manager_away_30s": Faults.manager_away,
     "two_managers": Faults.two_managers,

@@ -30,7 +30,7 @@ class Verdict:
     """What happens to a message."""
 
     lose: bool = False
-    copies: int = 1
+    again_s: float | None = None  # it comes a second time, this much later
     extra_s: float = 0.0
     until: Callable[[], bool] | None = None  # held up until this holds, for extra_s at most
 
@@ -153,16 +153,18 @@ class Network:
         if call.stream is None and not lose and random.random() < weather.loss:
             self.note("lost", call)
             lose = True
-        copies = verdict.copies + (not once and random.random() < weather.repeat)
-        for _ in range(copies if not lose else 0):
+        again = [] if verdict.again_s is None else [verdict.again_s]
+        if not once and random.random() < weather.repeat:
+            again.append(random.expovariate(2.0))
+        for later in [] if lose else [0.0, *again]:
             delay = weather.fastest_s + random.expovariate(1 / weather.typical_s)
             if random.random() < weather.spike:
                 delay += random.uniform(0, weather.spike_s)
             if verdict.until is not None:
                 limit = self.loop.now + verdict.extra_s
-                self._later(delay, self._hold_up, verdict.until, limit, arrive, call, *rest)
+                self._later(delay + later, self._hold_up, verdict.until, limit, arrive, call, *rest)
             else:
-                self._later(delay + verdict.extra_s, arrive, call, *rest)
+                self._later(delay + later + verdict.extra_s, arrive, call, *rest)
 
     def _hold_up(self, until: Callable[[], bool], limit: float, arrive: Callable[..., None], *rest: Any) -> None:
         if until() or self.loop.now >= limit:
@@ -229,6 +231,7 @@ class Stream:
         self.items: deque[bytes] = deque()
         self.unread = 0
         self.broken = False
+        self.lose = 0  # the next items to vanish
         self.error: BaseException | None = None
         self._arrival = 0.0
         self._reader: asyncio.Future[None] | None = None
@@ -271,7 +274,11 @@ class Stream:
     # -- at the reader ------------------------------------------------------------------------------------------
 
     def _deliver(self, data: bytes) -> None:
-        if not self.broken and not self.network._apart(self.call):
+        if self.lose:
+            self.lose -= 1
+            self.unread -= 1
+            self.network.note("item lost", self.call)
+        elif not self.broken and not self.network._apart(self.call):
             self.items.append(data)
             _wake(self._reader)
 
