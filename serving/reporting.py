@@ -15,6 +15,7 @@ from typing import Any
 
 from llumnix.manager import MIN_INTERVAL_S
 from serving import clock
+from serving.receipt import receipt_line
 
 logger = logging.getLogger("ferry.reporting")
 
@@ -57,7 +58,7 @@ class Reporter:
         try:
             await asyncio.wait_for(self.manager.drained.remote(receipt), CALL_TIMEOUT_S)
         except Exception as error:
-            logger.warning("drained, and no answer from the manager (%s): %s", type(error).__name__, receipt)
+            logger.info("%s; no answer from the manager: %s", receipt_line(receipt), type(error).__name__)
 
     async def run(self) -> None:
         known = False

@@ -104,11 +104,13 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_resume(
     service = application.ensure(**two_engines(long_llama), step_timeout_s=2, lease_s=1)
     expected = undisturbed(service, calm)
     victims: list[str] = []
+    hung: list[float] = []
 
     async def hang(results: list[Result]) -> None:
         await under_way(results)
         name, snapshot = await asyncio.to_thread(busiest, service)
         victims.append(name)
+        hung.append(time.monotonic())
         if kind == "process":
             os.kill(snapshot["pid"], signal.SIGSTOP)
             return
@@ -127,6 +129,7 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_resume(
     with service.paced(STEP_S):
         assert run_streams(service.url, bodies(STREAMS, TOKENS), hang) == expected
     wait_for(lambda: replaced(service, victims[0]), 60, "a replacement")
+    assert time.monotonic() - hung[0] < 20, "3 s of silence or failed health checks, and the start of another"
     service.wait_idle()
 
 
