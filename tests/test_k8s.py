@@ -57,7 +57,7 @@ def test_kuberay_takes_it(manifest: dict[str, Any]) -> None:
     assert not [error.message for error in schema.iter_errors(manifest)]
     wrong = copy.deepcopy(manifest)
     wrong["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["minReplcas"] = 1
-    assert [error for error in schema.iter_errors(wrong)], "the schema is strict"
+    assert list(schema.iter_errors(wrong)), "the schema is strict"
 
 
 def test_serve_and_our_own_checks_take_its_application(manifest: dict[str, Any]) -> None:

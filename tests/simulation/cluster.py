@@ -234,7 +234,7 @@ class Cluster:
                 self.violate(f"{request.id} goes on at {name} {other.epoch} and at {engine} {request.epoch}")
 
     def _wanted(self, request_id: str) -> bool:
-        """Somebody waits for it. A submission that comes again after its end is found out and dropped a moment later."""
+        """Somebody waits for it. A submission that comes again after its end is found out and dropped soon."""
         user = self.user(request_id)
         return user is not None and user.active
 

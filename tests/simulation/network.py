@@ -1,6 +1,6 @@
 """A network between named processes, seen through handles that look like Ray's.
 
-Nothing is shared: arguments and results are pickled. Messages of a pair overtake each other, items of one stream do not.
+Nothing is shared: arguments and results are pickled. Messages of a pair overtake each other, items of a stream do not.
 A call to a process that is dead, or dies before it answers, raises ActorDiedError at the caller. Whoever watches a
 message may lose, repeat or hold it up, or do something to the processes at that very moment.
 """
