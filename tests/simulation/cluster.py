@@ -79,6 +79,7 @@ class Cluster:
         self.managers: dict[str, Any] = {}
         self.users: list[User] = []
         self.newer = set(shape.newer)
+        self.heard: set[str] = set()  # those of them that have said something
         self.moved: dict[str, int] = defaultdict(int)  # outcomes of the moves that a source has ended
         self.on_hold: Callable[[str, str], None] = lambda engine, request: None
         self.on_read: Callable[[str], Callable[[], bool] | None] = lambda engine: None  # a condition to wait for
@@ -234,7 +235,7 @@ class Cluster:
                 self.violate(f"{request.id} goes on at {name} {other.epoch} and at {engine} {request.epoch}")
 
     def _wanted(self, request_id: str) -> bool:
-        """Somebody waits for it. A submission that comes again after its end is found out and dropped soon."""
+        """Somebody waits for it. A submission that comes after its end is found out and dropped a moment later."""
         user = self.user(request_id)
         return user is not None and user.active
 
@@ -374,7 +375,10 @@ class Cluster:
 
     def _edit(self, sender: str, body: Any) -> Any:
         """Newer code says more than others know."""
-        return _extended(body) if sender in self.newer else body
+        if sender not in self.newer:
+            return body
+        self.heard.add(sender)
+        return _extended(body)
 
     @contextmanager
     def logs(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -14,14 +15,16 @@ from ray.exceptions import RayError
 from engine.sampling.params import SamplingParams
 from tests.fakes import VOCAB
 from tests.simulation.cluster import MANAGER, MAX_LENGTH, Cluster, Shape
-from tests.simulation.faults import POINTS, SHAPED, Faults
+from tests.simulation.faults import POINTS, READ, SELDOM, SHAPED, Faults
 from tests.simulation.loop import Hung, run_virtually
 from tests.simulation.network import Handle, Weather
 from tests.simulation.users import User
 
-FAULTS_A_RUN = 8
+FAULTS_A_RUN = 9
 CALM = 10  # every so many seeds nothing goes wrong
-MECHANISMS = ("live", "live", "stop_and_copy", "recompute", "requeue")
+MECHANISMS = ("live", "live", "live", "stop_and_copy", "recompute", "requeue")
+COPYING = ("live", "stop_and_copy")
+DEALT = (*POINTS, *SELDOM)  # what seldom comes about is tried more often
 REST_S = 150.0  # after the last request: how long until the cluster is as if nothing had been
 USERS = 30
 
@@ -50,10 +53,13 @@ def points_of(seed: int) -> list[str]:
     """The faults of a run: over many seeds every point has its turn equally often. Some runs have none."""
     if seed % CALM == 0:
         return []
-    first = seed * FAULTS_A_RUN
-    points = [POINTS[(first + i) * 7 % len(POINTS)] for i in range(FAULTS_A_RUN)]
-    Random(seed).shuffle(points)
-    return points
+    dealt = range(seed * FAULTS_A_RUN, (seed + 1) * FAULTS_A_RUN)
+    return [_deck(i // len(DEALT))[i % len(DEALT)] for i in dealt]
+
+
+@cache
+def _deck(number: int) -> list[str]:
+    return Random(number).sample(DEALT, len(DEALT))
 
 
 class Run:
@@ -85,6 +91,7 @@ class Run:
         cluster.violations += cluster.loop.errors[:3]
         virtual_s, callbacks = cluster.loop.now, 3_000_000 - cluster.loop.callbacks_left
         cluster.loop.dispose(cluster.processes)
+        self.faults.hits["newer_code"] += bool(cluster.newer & cluster.heard)
         outcome = Outcome(self.seed, cluster.violations, self.faults.hits, virtual_s=virtual_s, callbacks=callbacks)
         outcome.ends = Counter(user.end or "none" for user in cluster.users)
         outcome.moves = Counter(cluster.moved)
@@ -148,7 +155,7 @@ class Run:
         random = self.random
         self._users += 1
         head = random.choice(self._heads)[: random.randrange(0, 40)] if random.random() < 0.5 else []
-        prompt = head + self._tokens(random.randrange(1, 40))
+        prompt = head + self._tokens(random.randrange(1, 60))
         params = SamplingParams(
             temperature=random.choice((0.0, 0.8)),
             seed=random.choice((None, random.randrange(1000))),
@@ -235,6 +242,8 @@ class Run:
             request, source = random.choice(owned)
             destination = random.choice([n for n in nodes if n != source])
             options = {"mechanism": random.choice(MECHANISMS), "chunk_bytes": random.choice((64, 192, 1024))}
+            if any(armed.method in ("write", READ) for armed in self.faults.armed):
+                options = {"mechanism": random.choice(COPYING), "chunk_bytes": 64}
             if random.random() < 0.3:
                 options["compression"] = "zlib"
             self.cluster.operator.spawn(self._move(request, destination, options))
