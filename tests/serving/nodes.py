@@ -104,9 +104,10 @@ class Nodes:
             node.thread.stop()
             await asyncio.to_thread(node.thread.join, SOON)
         tasks = [*self.client._tasks, *(task for node in self.nodes.values() for task in node.tasks)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()  # wait_for may lose one: it does when what it waits for comes at that moment
+            await asyncio.wait(left, timeout=0.2)
 
     async def generate(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> list[int]:
         """The tokens of one request, to its end. Raises AssertionError when it ends with an error."""
