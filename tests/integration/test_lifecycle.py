@@ -167,7 +167,7 @@ def test_a_redeployment_under_streams_costs_no_token(
 
     with service.paced(STEP_S):
         assert run_streams(service.url, bodies(STREAMS, TOKENS), redeploy) == expected
-    assert running_when_one_left[0] <= STREAMS // 2 if deadline_s > 10 else running_when_one_left[0] > STREAMS // 2
+    assert running_when_one_left[0] > STREAMS // 2, "its requests went on elsewhere: it had not to wait for their end"
     service.wait_ready(replicas=service.options["num_replicas"])
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in old), 30, "end of the old engines")
 
