@@ -11,7 +11,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(INDEX)
 
-.PHONY: serve install install-test test test-full test-torch simtest lint bench docs clean
+.PHONY: serve install install-test test test-full test-torch simtest lint bench bench-llumnix docs clean
 
 serve: install
 	$(BIN)/ferry serve $(CONFIG)
@@ -41,6 +41,10 @@ lint: install-test
 
 bench: install-test
 	$(BIN)/python -m benchmarks.run
+
+# The paper's policy experiments in the simulator: about half an hour on two cores
+bench-llumnix: install-test
+	$(BIN)/python -m benchmarks.llumnix_policies
 
 docs: install
 	$(BIN)/python -m serving.config > docs/parameters.md

@@ -39,7 +39,7 @@ def build_engine(
     With pin_cores this thread, and the kernels' threads it will start, keep to cores that no other engine of this host
     has. Raises ConfigError or ValueError with a one-line message.
     """
-    threads = config.threads or default_threads(config.num_replicas, reserved=SERVICE_CORES if pin_cores else 0)
+    threads = config.threads or default_threads(config.most_replicas, reserved=SERVICE_CORES if pin_cores else 0)
     torch.set_num_threads(threads)
     cores = claim_cores(threads) if pin_cores else []
     if cores:

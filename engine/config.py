@@ -178,7 +178,17 @@ class EngineConfig:
     host: str = option("str", "127.0.0.1", "HTTP bind address", group="service", blade="0.0.0.0")
     port: int = option("int", 8000, "HTTP port", group="service", low=1, high=65535, blade=8081)
     log_level: str = option("str", "INFO", "log level", group="service", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
-    num_replicas: int = option("int", 1, "engines of the deployment", group="service", low=1)
+    num_replicas: int = option(
+        "int", 1, "engines of the deployment, when their number does not vary", group="service", low=1
+    )
+    min_replicas: int | None = option(
+        "int", None, "fewest engines; 0: none while there is nothing to do", group="service", low=0,
+        default_text="1 with max_replicas",
+    )  # fmt: skip
+    max_replicas: int | None = option(
+        "int", None, "most engines; with it their number follows the load", group="service", low=1,
+        default_text="none: num_replicas engines",
+    )  # fmt: skip
     num_cpus_per_replica: float | None = option(
         "float", None, "CPUs that Ray reserves for one engine", group="service", above=0.0,
         default_text="a share of the machine",
@@ -236,7 +246,14 @@ class EngineConfig:
             object.__setattr__(self, "max_num_queued", 4 * self.max_num_seqs)
         if not self.served_model_name:
             object.__setattr__(self, "served_model_name", (self.model,))
+        if self.max_replicas is not None and self.min_replicas is None:
+            object.__setattr__(self, "min_replicas", 1)
         self._check_combinations()
+
+    @property
+    def most_replicas(self) -> int:
+        """The largest number of engines the deployment may have."""
+        return self.num_replicas if self.max_replicas is None else self.max_replicas
 
     def _check_combinations(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -255,8 +272,23 @@ class EngineConfig:
         if self.swap_space == 0 and (self.preempt_strategy == "SWAP" or self.prompt_cache_enable_swap):
             name = "preempt_strategy SWAP" if self.preempt_strategy == "SWAP" else "prompt_cache_enable_swap"
             raise ConfigError(f"--swap_space is 0, must be greater than 0 for {name}")
+        self._check_replicas()
         if self.num_gpu_blocks_override and self.kv_cache_memory_bytes:
             raise ConfigError("--num_gpu_blocks_override and --kv_cache_memory_bytes both size the KV cache, give one")
+
+    def _check_replicas(self) -> None:
+        low, high = self.min_replicas, self.max_replicas
+        if low is None:
+            return
+        if high is None:
+            raise ConfigError(f"--min_replicas is {low}, needs max_replicas, the most engines there may be")
+        if low > high:
+            raise ConfigError(f"--min_replicas is {low}, must be at most max_replicas ({high})")
+        if self.num_replicas != 1:
+            raise ConfigError(
+                f"--num_replicas is {self.num_replicas}, which fixes the number of engines, and max_replicas is "
+                f"{high}, which lets it vary: leave one out"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, which `EngineConfig(**data)` takes back."""

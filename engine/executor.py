@@ -29,3 +29,7 @@ class Executor(Protocol):
     def write_blocks(self, blocks: list[int], data: np.ndarray) -> None:
         """Fill KV blocks with slabs. On any thread, also during a step; only blocks no sequence of a plan uses."""
         ...
+
+    def pool_memory(self) -> tuple[int, int, str]:
+        """(address, number of blocks, device) of the KV slabs, for transports that read them where they lie."""
+        ...

@@ -38,7 +38,7 @@ def plan_memory(
         count, reason = config.kv_cache_memory_bytes // block, "kv_cache_memory_bytes"
     else:
         share = config.max_gpu_memory_utilization * (limit if limit is not None else memory_limit_bytes())
-        room = int(share / config.num_replicas) - model_bytes - step_bytes
+        room = int(share / config.most_replicas) - model_bytes - step_bytes
         swap = min(swap, max(room, 0) // 2)  # on CPU the host tier is in the same memory
         room -= swap
         useful = config.max_num_seqs * -(-longest // fmt.block_size) * block

@@ -87,6 +87,9 @@ class ModelRunner:
     def write_blocks(self, blocks: list[int], data: np.ndarray) -> None:
         self.kv.write(blocks, data)
 
+    def pool_memory(self) -> tuple[int, int, str]:
+        return self.kv.slabs.data_ptr(), len(self.kv.slabs), self.device
+
     def _forward(self, plan_work: list[Work]) -> list[Sampled]:
         work = sorted(plan_work, key=lambda w: w.count != 1)  # one-token sequences first, else in plan order
         input_ids, positions, metadata = self._inputs(work)

@@ -31,6 +31,8 @@ PROTOCOL_VERSION = 1  # "v" of every message between processes
 STARTING, READY, DRAINING = "starting", "ready", "draining"
 MIXED, PREFILL, DECODE = "mixed", "prefill", "decode"  # roles
 
+LONG_AGO = -1e9  # seconds; finite, as everything in a message
+
 HASH_BYTES = 4  # of a block's hash in a prefix summary
 SUMMARY_BYTES = 4096  # of the text; 5 characters hold one hash
 
@@ -44,7 +46,7 @@ class Movable(NamedTuple):
     blocks: int  # what the destination needs for it now
     waiting: bool  # queued: it moves without KV
     started_order: int  # rises with every request that starts; of a waiting one its place in the queue
-    last_moved: float = float("-inf")  # on the engine's clock
+    last_moved: float = LONG_AGO  # on the engine's clock
 
 
 @dataclass(frozen=True)

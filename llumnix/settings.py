@@ -55,14 +55,16 @@ class LlumnixSettings:
         "float", 6 / PAPER_BLOCKS, "engines take requests while their freeness stays higher", low=0.0, high=1.0
     )
     max_moves_per_engine: int = setting("int", 1, "moves at a time to or from one engine", low=1, high=64)
-    max_moves_draining: int = setting("int", 4, "moves at a time from an engine that drains", low=1, high=64)
+    max_moves_draining: int = setting(
+        "int", 4, "moves at a time from an engine that drains, and to one that takes from it", low=1, high=64
+    )
     max_moves: int = setting("int", 128, "moves at a time in the whole cluster", low=1, high=65536)
 
     # Which request moves, and how
     request_policy: str = setting(
         "str",
-        "SR",
-        "SR shortest running, LR longest running, LCR last come running, FCW first come waiting, FCWSR waiting first",
+        "FCWSR",
+        "SR shortest running, LR longest running, LCR last come running, FCW first come waiting, FCWSR FCW, then SR",
         choices=REQUEST_POLICIES,
     )
     move_cooldown_s: float = setting(
@@ -102,6 +104,10 @@ class LlumnixSettings:
     scale_down_after_s: float = setting(
         "float", 10.0, "the average must be above the band this long", low=0.0, high=86400.0
     )
+    scale_to_zero_after_s: float = setting(
+        "float", 300.0, "the last replica goes after this long without a request, if min_replicas is 0", low=1.0,
+        high=86400.0,
+    )  # fmt: skip
     pd_ratio: str = setting("str", "none", "prefill : decode replicas, such as 1:3; none: every replica does both")
 
     def __post_init__(self) -> None:

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.options.option import ConfigError
 from llumnix.settings import coerce, declared, setting, strict
 
 ASYNC, SYNC = "async", "sync"
 NONE, ZLIB = "none", "zlib"
 COMPRESSIONS = (NONE, ZLIB)
-BATCH_BYTES = 8 << 20  # of one transfer where batch_size says nothing
+OBJECT_STORE, NIXL = "object_store", "nixl"
+BATCH_BYTES = 4 << 20  # of one transfer where batch_size says nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +29,19 @@ class KVTransfer:
         choices=(ASYNC, SYNC),
     )
     compression: str = setting("str", NONE, "of the blocks on their way", choices=COMPRESSIONS)
-    batch_size: int = setting("int", 0, "KV blocks in one transfer; 0: as many as 8 MiB hold", low=0, high=1 << 20)
+    batch_size: int = setting("int", 0, "KV blocks in one transfer; 0: as many as 4 MiB hold", low=0, high=1 << 20)
+
+    transport: str = setting(
+        "str",
+        OBJECT_STORE,
+        "object_store: Ray's, everywhere; nixl: the destination reads from the source's memory (needs the extra nixl)",
+        choices=(OBJECT_STORE, NIXL),
+    )
 
     def __post_init__(self) -> None:
         coerce(self, "kv_transfer_config")
+        if self.transport == NIXL and self.compression != NONE:
+            raise ConfigError(f"--kv_transfer_config.compression is {self.compression!r}, must be none with nixl")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVTransfer:

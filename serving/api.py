@@ -86,7 +86,7 @@ class Api:
         """/v1/chat/completions; `priority` is the header's. Raises APIError before anything is queued."""
         request, prompt = await _prepared(self._prepare_chat, body)
         _set_priority(request, priority)
-        self._check_ready()
+        await self._ready()
         request_id = responses.new_chat_id()
         return self._answer(request, request_id, self._sequences(request, request_id, [prompt]), chat=True)
 
@@ -94,7 +94,7 @@ class Api:
         """/v1/completions: one choice for each prompt."""
         request, prompts = await _prepared(self._prepare_completion, body)
         _set_priority(request, priority)
-        self._check_ready()
+        await self._ready()
         request_id = responses.new_completion_id()
         return self._answer(request, request_id, self._sequences(request, request_id, prompts), chat=False)
 
@@ -149,9 +149,10 @@ class Api:
 
     # -- before the engine --------------------------------------------------------------------------------------
 
-    def _check_ready(self) -> None:
-        if not self.client.ready:
-            raise unavailable(f"no replica is ready: {self.client.phase}", 2.0)
+    async def _ready(self) -> None:
+        reason = "" if self.client.ready else await self.client.wait_ready()
+        if reason:
+            raise unavailable(reason, 2.0)
 
     def _sequences(self, request: CommonRequest, request_id: str, prompts: list[list[int]]) -> list[Sequence]:
         vocab_size = self.tokenizer.vocab_size if self.tokenizer is not None else None

@@ -8,6 +8,7 @@ from ray import serve
 
 from engine.config import EngineConfig
 from engine.host import SERVICE_CORES, default_threads
+from serving.autoscaling import autoscaling_config
 from serving.config import AppArgs
 from serving.ingress import Ingress
 from serving.manager import Manager
@@ -26,9 +27,9 @@ def build(args: AppArgs) -> serve.Application:
         user_config=user_config(config)
     ).bind(config.log_level)
     engines = EngineReplica.options(  # type: ignore[attr-defined]
-        num_replicas=config.num_replicas,
         placement_group_bundles=[{"CPU": cpus_per_replica(config)}],
         graceful_shutdown_timeout_s=config.drain_deadline_s + DRAIN_MARGIN_S,
+        **number_of_replicas(config),
     ).bind(values, manager)
     ingress = Ingress.options(  # type: ignore[attr-defined]
         graceful_shutdown_timeout_s=config.request_timeout_s
@@ -36,11 +37,19 @@ def build(args: AppArgs) -> serve.Application:
     return ingress.bind(values, manager, engines)
 
 
+def number_of_replicas(config: EngineConfig) -> dict[str, Any]:
+    """Serve's options: a fixed number, or limits between which serving.autoscaling decides."""
+    if config.min_replicas is None or config.max_replicas is None:
+        return {"num_replicas": config.num_replicas}
+    settings = user_config(config)["llumnix"]
+    return {"autoscaling_config": autoscaling_config(config.min_replicas, config.max_replicas, settings)}
+
+
 def cpus_per_replica(config: EngineConfig) -> float:
     """CPUs Ray reserves for one engine: what was asked for, its threads, or an equal share of this machine."""
     if config.num_cpus_per_replica is not None:
         return config.num_cpus_per_replica
-    return float(config.threads or default_threads(config.num_replicas, reserved=SERVICE_CORES))
+    return float(config.threads or default_threads(config.most_replicas, reserved=SERVICE_CORES))
 
 
 def drain(seconds: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import ConfigError, dtype_name
+from engine.config import ConfigError, EngineConfig, dtype_name
 from serving.plan import Plan, changed_fields
 
 if TYPE_CHECKING:
@@ -108,11 +108,18 @@ def _resolved(plan: Plan, model: Model) -> list[tuple[str, str]]:
         ("block_size", str(config.block_size)),
         ("tokens in one step", str(config.max_num_batched_tokens)),
         ("sequences in one step", str(config.max_num_seqs)),
-        ("engines", str(config.num_replicas)),
+        ("engines", engines_text(config)),
         ("KV cache of one engine", f"{kv_bytes} bytes, {memory.num_blocks} blocks ({memory.reason})"),
         ("host slots for swapped KV", str(memory.host_slots)),
         ("address", f"http://{config.host}:{config.port}"),
     ]
+
+
+def engines_text(config: EngineConfig) -> str:
+    """How many engines there are to be: "2", or "0 to 4"."""
+    return (
+        str(config.num_replicas) if config.max_replicas is None else f"{config.min_replicas} to {config.max_replicas}"
+    )
 
 
 def weight_file_bytes(path: Path) -> int:

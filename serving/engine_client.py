@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
@@ -23,6 +23,7 @@ from serving import clock
 from serving.dispatch import Dispatcher
 from serving.messages import UNKNOWN, Output, error_output, is_terminal
 from serving.tracker import Abort, Dispatch, Effect, Emit, Replay, Send, Tracker, TrackerConfig
+from serving.waking import Waking
 
 logger = logging.getLogger("ferry.ingress")
 
@@ -35,6 +36,7 @@ VIEW_RETRY_S = 0.3
 CLOSE_MARGIN_S = 0.3  # engines end their requests first
 UNREAD_S = 3.0  # an engine's outputs that have waited this long say that its stream is lost
 CUT_RETRY_S = 2.0  # when an engine whose stream was cut may be tried again
+STRANDED_S = 0.5  # between looks at why no engine takes a request
 
 
 @dataclass
@@ -49,14 +51,30 @@ class Link:
     unanswered_since: float | None = None  # the first renewal without an answer
 
 
-class EngineClient:
-    """`generate` is the whole interface for the text side."""
+async def _never() -> bool:
+    return False
 
-    def __init__(self, config: EngineConfig, manager: Any):
+
+class EngineClient:
+    """`generate` is the whole interface for the text side.
+
+    `going` says whether the whole application is being deleted; `wake` returns once there is an engine again, and is
+    None where at least one always is.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        manager: Any,
+        going: Callable[[], Awaitable[bool]] = _never,
+        wake: Callable[[], Awaitable[Any]] | None = None,
+    ):
         self.config = config
         self.manager = manager
+        self.going = going
+        self.waking = Waking(wake, lambda: self.ready, config.max_num_queued, config.max_queue_time) if wake else None
         self.name = f"ingress-{os.urandom(6).hex()}"
-        self.tracker = Tracker(self.name, TrackerConfig(max_resumes=config.max_resumes))
+        self.tracker = Tracker(self.name, _tracker_config(config, wake is not None))
         self.links: dict[str, Link] = {}
         self.dispatcher = Dispatcher(config.block_size, config.enable_prefix_caching, config.step_timeout_s)
         self.settings_version = -1  # of the manager's settings; -1: not heard yet
@@ -67,7 +85,7 @@ class EngineClient:
 
     def start(self) -> None:
         """Begin to follow the cluster; to be called on the running loop."""
-        for loop in (self._follow_manager(), self._tick(), self._renew()):
+        for loop in (self._follow_manager(), self._tick(), self._renew(), self._look_after_stranded()):
             self._spawn(loop)
 
     # -- for the text side --------------------------------------------------------------------------------------
@@ -118,10 +136,29 @@ class EngineClient:
         """Ask every engine to end its requests within deadline_s: the application is going away. Whatever happens to
         an engine meanwhile, every request of this ingress has its end a moment later; other ingresses learn from their
         outputs that no other engine will come."""
-        self._carry_out(self.tracker.close(clock.now() + deadline_s + CLOSE_MARGIN_S))
+        self._close(clock.now() + deadline_s + CLOSE_MARGIN_S)
         calls = [asyncio.ensure_future(link.actor.drain.remote(deadline_s, True)) for link in self.links.values()]
         if calls:
             await asyncio.wait(calls, timeout=deadline_s + 2 * CLOSE_MARGIN_S)
+
+    def _close(self, until: float) -> None:
+        self._carry_out(self.tracker.close(until))
+        if self.waking is not None:
+            self.waking.give_up("the service is shutting down")
+
+    @property
+    def may_wake(self) -> bool:
+        """A request that comes now is held until an engine runs."""
+        return self.waking is not None and self.tracker.closes_at is None
+
+    async def wait_ready(self) -> str:
+        """Returns why no engine takes requests, or nothing when one does; where engines may be started for requests,
+        waits for that."""
+        if self.ready:
+            return ""
+        if self.waking is None or not self.may_wake:
+            return f"no replica is ready: {self.phase}"
+        return await self.waking.hold()
 
     # -- effects ------------------------------------------------------------------------------------------------
 
@@ -275,7 +312,10 @@ class EngineClient:
         now = clock.now()
         self.avoid[link.id] = float("inf") if forever else now + CUT_RETRY_S
         owned = len(self.tracker.cursors(link.id))
-        logger.warning("engine %s is lost with %d requests of this ingress; they resume elsewhere", link.id, owned)
+        if owned:
+            logger.warning("engine %s is lost with %d requests of this ingress; they resume elsewhere", link.id, owned)
+        else:
+            logger.info("engine %s has gone", link.id)
         self._carry_out(self.tracker.engine_lost(link.id, now))
         if link.task is not None and link.task is not asyncio.current_task():
             link.task.cancel()
@@ -328,6 +368,21 @@ class EngineClient:
             except Exception:
                 logger.exception("a tick failed")
 
+    async def _look_after_stranded(self) -> None:
+        """Requests that no engine takes: when the application is going away they end at once, and when there is no
+        engine because none was needed, one is started."""
+        while True:
+            await asyncio.sleep(STRANDED_S)
+            try:
+                stranded = self.tracker.stranded and not self.ready
+                if self.waking is not None:
+                    self.waking.need(stranded)
+                    stranded = stranded or self.waking.held > 0
+                if stranded and await self.going():
+                    self._close(float("inf"))
+            except Exception:
+                logger.exception("stranded requests were not looked after")
+
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
@@ -343,3 +398,9 @@ class EngineClient:
 def _ours(error: Exception) -> Exception | None:
     """An error whose place in our code is worth a traceback; those of Ray tell of other processes."""
     return None if isinstance(error, RayError) else error
+
+
+def _tracker_config(config: EngineConfig, may_sleep: bool) -> TrackerConfig:
+    """A request that is there while no engine is may have to wait for one to start."""
+    made = TrackerConfig(max_resumes=config.max_resumes)
+    return replace(made, no_engine_s=max(made.no_engine_s, config.max_queue_time)) if may_sleep else made

@@ -26,6 +26,7 @@ from engine.verification import sampled
 from llumnix.load import DRAINING, MIXED, READY, STARTING, SUMMARY_BYTES, LoadReport, Movable, summarise
 from llumnix.policies.choice import BALANCE, DRAIN, listed
 from llumnix.policies.dispatch import CACHE_AWARE
+from llumnix.policies.scaling import average_share
 from llumnix.settings import DEFAULTS, LlumnixSettings
 from serving import clock
 from serving.engine_metrics import EngineMetrics
@@ -46,6 +47,7 @@ from serving.messages import (
 from serving.messages import DRAINING as ERROR_DRAINING
 from serving.move_destination import MoveDestination
 from serving.move_source import MoveSource, movable
+from serving.nixl_transport import NixlTransport
 from serving.outbox import Outboxes
 from serving.reporting import Reporter
 
@@ -82,6 +84,7 @@ class EngineNode:
         self.prefix = ""
         self.thread = EngineThread(self._build, self._on_events, self._on_failure, self._on_look)
         self.copy: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
+        self._nixl: NixlTransport | None = None
         self.giving = MoveSource(self)
         self.taking = MoveDestination(self)
 
@@ -117,13 +120,22 @@ class EngineNode:
         self.loop.call_soon_threadsafe(self.reporter.changed)
 
     async def ping(self) -> dict[str, Any]:
-        """For health checks: raises when the engine failed or a step takes longer than step_timeout_s."""
+        """For health checks and autoscaling: raises when the engine failed or a step takes longer than step_timeout_s.
+
+        free_share: freeness without headroom as a share of capacity, in [0, 1].
+        """
         if self.failed:
             raise RuntimeError(f"the engine failed: {self.failed}")
         stalled = self.thread.stalled_s()
         if stalled > self.config.step_timeout_s:
             raise RuntimeError(f"a step has taken {stalled:.0f} s, step_timeout_s is {self.config.step_timeout_s:g}")
-        return {"state": self.state, "phase": self.phase, "open": self._open()}
+        report = self._load_report(0)
+        return {
+            "state": self.state,
+            "free_share": average_share([report]) or 0.0,
+            "running": report.running,
+            "waiting": report.waiting,
+        }
 
     async def until_death(self) -> None:
         """Never answers; whoever waits for it hears of this process's death at once."""
@@ -164,7 +176,7 @@ class EngineNode:
             left = here - moved
         receipt = {"engine": self.id, "moved": moved, "resumed": left, "finished": here - moved - left}
         receipt["seconds"] = clock.now() - started
-        if here and not self.closing:  # else the manager goes too
+        if not self.closing:  # else the manager goes too
             await self.reporter.drained(receipt)
         return receipt
 
@@ -349,6 +361,13 @@ class EngineNode:
         if event is not None:
             event.set()
 
+    def nixl(self) -> NixlTransport:
+        """This engine's pool as NIXL knows it, registered at the first use. Raises ValueError without the package."""
+        if self._nixl is None:
+            address, blocks, device = self.engine.executor.pool_memory()
+            self._nixl = NixlTransport(self.id, address, blocks, self.block_bytes, device)
+        return self._nixl
+
     def streams_to(self, client: str) -> bool:
         """An ingress reads this engine's outputs."""
         return client in self.wakeups and client in self.outboxes.clients
@@ -392,8 +411,12 @@ class EngineNode:
 
     def _report(self, sequence: int) -> tuple[dict[str, Any], list[Any]]:
         """The load report and the metrics that go to the manager."""
+        report = self._load_report(sequence).to_message()
+        return {**report, "settings": self.settings_version}, self.metrics.families(self.thread.stats)
+
+    def _load_report(self, sequence: int) -> LoadReport:
         stats = self.thread.stats
-        report = LoadReport(
+        return LoadReport(
             self.id,
             self.incarnation,
             sequence,
@@ -409,7 +432,6 @@ class EngineNode:
             prefix=self.prefix,
             **(_load(stats) if stats is not None else {}),
         )
-        return {**report.to_message(), "settings": self.settings_version}, self.metrics.families(stats)
 
     def _on_answer(self, answer: dict[str, Any]) -> None:
         """What the manager says to a report: this engine's role, and the settings when they are new."""

@@ -25,6 +25,7 @@ from engine.source import resolve_model
 from engine.text.tokenizer import load_tokenizer
 from llumnix.rescheduler import COMMAND_TIMEOUT_S
 from serving.api import Answer, Api
+from serving.application import application_is_going
 from serving.cluster_api import move_error, parse_move
 from serving.engine_client import EngineClient
 from serving.http import EventStream, error_response, http_exception, priority_of, read_body
@@ -82,7 +83,8 @@ class Ingress:
         if not self.config.skip_tokenizer_init:
             path = await asyncio.to_thread(resolve_model, self.config.model, weights=False)
             self.tokenizer = await asyncio.to_thread(load_tokenizer, path)
-        self.client = EngineClient(self.config, manager)
+        wake = self._wake if self.config.min_replicas == 0 else None
+        self.client = EngineClient(self.config, manager, application_is_going, wake)
         self.metrics = IngressMetrics(self.client.name)
         self.api = Api(self.config, self.tokenizer, self.client, self.metrics)
         self.client.start()
@@ -161,6 +163,8 @@ class Ingress:
     async def http_health(self) -> Response:
         if self.client.ready:
             return JSONResponse({"status": "ready"})
+        if self.client.may_wake:
+            return JSONResponse({"status": "idle", "phase": self.client.phase})
         return JSONResponse({"status": "unavailable", "phase": self.client.phase}, 503, {"Retry-After": "1"})
 
     @http.get("/cluster")
@@ -219,6 +223,14 @@ class Ingress:
                 for line in event.split(b"\n\n"):
                     if line.startswith(b"data: {"):
                         yield json.loads(line[6:])
+
+    async def _wake(self) -> None:
+        call = self.engines.wake.remote()
+        try:
+            await call
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
 
     async def _push_metrics(self) -> None:
         tracker = self.client.tracker

@@ -32,6 +32,7 @@ from serving import clock
 from serving.logs import configure_logging
 from serving.metrics import Family, render
 from serving.move_metrics import Downtimes, move_families
+from serving.receipt import receipt_line
 from serving.rescheduling import parse_user_config
 
 logger = logging.getLogger("ferry.manager")
@@ -48,6 +49,7 @@ GATHER_S = 0.05  # between answers to an ingress: changes that come meanwhile ar
 @serve.deployment(
     name="Manager",
     num_replicas=1,
+    max_surge_percent=100,  # an update starts the new one first: engines drain meanwhile, and need one
     ray_actor_options={"num_cpus": 0},
     max_ongoing_requests=10_000,
     graceful_shutdown_timeout_s=2,
@@ -112,7 +114,8 @@ class Manager:
         before = self.cluster.version
         self.cluster.on_gone(receipt["engine"])
         self._notify(before)
-        self._spawn(self._log_receipt(receipt))
+        if receipt["moved"] or receipt["resumed"] or receipt["finished"]:
+            self._spawn(self._log_receipt(receipt))
 
     async def _log_receipt(self, receipt: dict[str, Any]) -> None:
         await asyncio.sleep(GAPS_S)
@@ -309,16 +312,6 @@ class Manager:
         if self.cluster.version != before:
             self.changed.set()
             self.changed = asyncio.Event()
-
-
-def receipt_line(receipt: dict[str, Any]) -> str:
-    """The one line that says what a drain did and cost."""
-    worst = receipt["worst_gap_ms"]
-    gap = "unknown" if worst is None else f"{worst:.1f} ms"
-    return (
-        f"engine {receipt['engine']} drained in {receipt['seconds']:.2f} s: {receipt['moved']} requests moved "
-        f"(worst gap {gap}), {receipt['resumed']} resumed elsewhere, {receipt['finished']} finished here"
-    )
 
 
 def for_people(move: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Replies are dicts: {"ok": True, ...} or {"ok": False, "reason": str}; a refusal 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from engine.reservations import Refused
 from llumnix.load import PROTOCOL_VERSION, READY
-from llumnix.transfer import NONE
+from llumnix.transfer import NIXL, NONE
 from serving import clock
 from serving.transport import Payload, decode
 
@@ -24,6 +25,7 @@ Reply = dict[str, Any]
 Epoch = tuple[int, int]
 
 EMPTY = np.empty((0, 0), dtype=np.uint8)
+FETCH_S = 10.0  # longest read of another engine's memory
 REMEMBERED = 10_000  # decisions on COMMIT; one that comes again gets the same answer
 
 
@@ -55,23 +57,34 @@ class MoveDestination:
     async def write(self, message: dict[str, Any]) -> Reply:
         """Put blocks into a promise, which grows to num_blocks first. The copy is not the engine thread's work."""
         key, first = message["key"], message["first"]
-        data = await self._unpacked(message["data"])
-        thread = self.node.thread
+        payload, thread = message["data"], self.node.thread
+        number = payload["shape"][0]
+        fill: Callable[[list[int]], None]
+        if payload["compression"] == NIXL:
+            fill = partial(self.node.nixl().fetch, payload, limit_s=FETCH_S)
+        else:
+            data = await self._unpacked(payload)
+            write = self.node.engine.executor.write_blocks
+
+            def fill(blocks: list[int]) -> None:
+                write(blocks, data)
 
         def place() -> list[int]:
             if message["num_blocks"]:
                 self.node.engine.reserve(key, message["num_blocks"])
-            return self.node.engine.scheduler.reservations.fill(key, first, len(data))
+            return self.node.engine.scheduler.reservations.fill(key, first, number)
 
         try:
             blocks = await thread.call(place)
         except Refused as error:
             return _no(str(error))
         try:
-            await self.node.copy(partial(self.node.engine.executor.write_blocks, blocks, data))
+            await self.node.copy(partial(fill, blocks))
+        except RuntimeError as error:  # the other side's memory cannot be read
+            return _no(str(error))
         finally:
             reservations, now = self.node.engine.scheduler.reservations, self.node.engine.clock
-            thread.post(lambda: reservations.filled(key, first, len(data), now()))
+            thread.post(lambda: reservations.filled(key, first, number, now()))
         return {"ok": True}
 
     async def commit(self, message: dict[str, Any]) -> Reply:

@@ -37,7 +37,7 @@ from llumnix.policies.choice import choose
 from llumnix.policies.mechanism import QUEUE, RECOMPUTE, Costs
 from llumnix.policies.mechanism import choose as choose_mechanism
 from llumnix.settings import LlumnixSettings
-from llumnix.transfer import NONE, SYNC, KVTransfer
+from llumnix.transfer import NIXL, NONE, OBJECT_STORE, SYNC, KVTransfer
 from serving import clock
 from serving.messages import MOVE_FAILED, error_output, moved_output
 from serving.transport import Payload, encode, num_bytes
@@ -62,6 +62,7 @@ class MoveOptions:
     transfer_timeout_s: float = 10.0
     bytes_per_s: float = 0.0  # 0: no limit
     compression: str = NONE
+    transport: str = OBJECT_STORE
     use_cached: bool = True  # blocks that the destination has in its cache are not sent
 
 
@@ -124,6 +125,7 @@ class MoveSource:
                 settings.transfer_timeout_s,
                 settings.bandwidth_mb_per_s * 1e6,
                 transfer.compression,
+                transfer.transport,
                 command.get("use_cached", True),
             )
             result = await self.move(chosen.id, destination, actor, options)
@@ -201,7 +203,7 @@ class MoveSource:
                 return machine.reserved(reply["present"], await self._look(move))
             case Send(first=first, count=number, num_blocks=num_blocks):
                 blocks = move.table[first : first + number]
-                payload = await self.node.copy(partial(self._packed, blocks, move.options.compression))
+                payload = await self.node.copy(partial(self._payload, blocks, move.options))
                 reply = await self._write(move, first, payload, num_blocks)
                 return machine.sent(number, await self._look(move)) if reply["ok"] else _failed(machine, reply)
             case Hold(first=first, copy=copy):
@@ -372,6 +374,10 @@ class MoveSource:
         if 0 < left <= most:
             move.data, move.data_first = self.node.engine.export(move.request_id, first, left), first
         return _progress_of(request)
+
+    def _payload(self, blocks: list[int], options: MoveOptions) -> Payload:
+        """What Send sends: by NIXL the blocks' addresses. Commit always sends bytes: its blocks may be given away."""
+        return self.node.nixl().pack(blocks) if options.transport == NIXL else self._packed(blocks, options.compression)
 
     def _holds(self, move: Move) -> bool:
         request = self.node.engine.scheduler.requests.get(move.request_id)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from llumnix.transfer import NIXL
 from serving.transport import Payload
 
-NIXL = "nixl"
 BACKEND = "UCX"
 POLL_S = 0.0002
 MISSING = "the NIXL transport needs the package nixl: pip install 'ferry-serve[nixl]'"

@@ -8,24 +8,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import ActorDiedError
-from ray.serve.schema import ApplicationStatus
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.config import EngineConfig
+from serving.application import application_is_going
 from serving.engine_actor import EngineActor
 from serving.logs import configure_logging
+from serving.watch import Watch, cause
 
 logger = logging.getLogger("ferry.replica")
 
 ACTOR_NAMESPACE = "ferry"
-PING_TIMEOUT_S = 5.0
-STATUS_TIMEOUT_S = 2.0
-UNREACHABLE_RETRY_S = 0.5
 
 
 @serve.deployment(
@@ -52,69 +51,64 @@ class EngineReplica:
             name=f"engine:{self.id}",
             namespace=ACTOR_NAMESPACE,
             num_cpus=group.bundle_specs[0].get("CPU", 0),
+            num_gpus=group.bundle_specs[0].get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0),
         ).remote(config, self.id, manager)
         try:
-            await self.actor.start.remote()
+            self.pid = (await self.actor.start.remote())["pid"]
         except Exception as error:
             ray.kill(self.actor)
-            raise RuntimeError(_cause(error)) from None
-        self._watch = asyncio.create_task(self._until_death())
+            raise RuntimeError(cause(error)) from None
+        self.leaving = False
+        self.watch = Watch(self.actor, 2 * self.config.lease_s)
+        self._watching = asyncio.create_task(self.watch.run())
+        self._watching.add_done_callback(self._on_loss)
 
     async def check_health(self) -> None:
         """Raises when the engine failed or its step hangs (`step_timeout_s`); Serve then replaces this replica."""
-        await asyncio.wait_for(self.actor.ping.remote(), PING_TIMEOUT_S)
+        if self.watch.error:
+            raise RuntimeError(self.watch.error)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the scaling policy looks at (serving.autoscaling); not older than the last ping."""
+        answer = self.watch.answer
+        return {name: float(answer.get(name, 0)) for name in ("free_share", "running", "waiting")} if answer else {}
+
+    async def wake(self) -> None:
+        """Does nothing. Called while there is no replica it queues, and Serve starts one."""
 
     async def __del__(self) -> None:
-        """Drain a live engine. Returns at once for one that is dead, hung or empty: Serve calls this for unhealthy
+        """Drain a live engine. Returns at once for one that is dead, unwell or empty: Serve calls this for unhealthy
         replicas too and holds their placement group, which the replacement needs, until it returns."""
-        actor = getattr(self, "actor", None)
-        if actor is None:
+        watching = getattr(self, "_watching", None)
+        if watching is None:  # it never started
             return
-        watch = getattr(self, "_watch", None)
-        if watch is not None:
-            watch.cancel()
+        self.leaving = True
+        if not watching.done() and not self.watch.error:
+            draining = asyncio.ensure_future(self._drain())
+            await asyncio.wait([draining, watching], return_when=asyncio.FIRST_COMPLETED)
+            draining.cancel()
+        if watching.done():
+            self._end_process()
+        ray.kill(self.actor)
+
+    async def _drain(self) -> None:
         try:
-            state = await asyncio.wait_for(actor.ping.remote(), 1.0)
-            if state["open"]:
-                ended = await actor.drain.remote(self.config.drain_deadline_s, await application_is_going())
-                logger.info("engine %s drained: %d requests had to end early", self.id, ended)
+            receipt = await self.actor.drain.remote(self.config.drain_deadline_s, await application_is_going())
+            logger.debug("engine %s is empty: %s", self.id, receipt)  # the manager logs it with what clients saw
         except Exception as error:
             logger.warning("engine %s is not drained: %s", self.id, type(error).__name__)
-        ray.kill(actor)
 
-    async def _until_death(self) -> None:
-        """End this process when the engine's dies: Serve sees a dead replica sooner than three failed health checks."""
-        await until_death(self.actor)
-        logger.error("engine %s died", self.id)
+    def _on_loss(self, watching: asyncio.Task[str]) -> None:
+        """End this process with its engine."""
+        if self.leaving:
+            return
+        reason = "the watch failed" if watching.cancelled() or watching.exception() else watching.result()
+        logger.error("engine %s is lost: %s", self.id, reason)
+        self._end_process()
         os._exit(1)
 
-
-async def until_death(actor: Any) -> None:
-    """Returns once an engine actor is dead. One that only cannot be reached for a while is asked again."""
-    while True:
-        try:
-            await actor.until_death.remote()
-        except ActorDiedError:
-            return
-        except Exception as error:
-            logger.warning("the engine does not answer: %s", type(error).__name__)
-        await asyncio.sleep(UNREACHABLE_RETRY_S)
-
-
-async def application_is_going() -> bool:
-    """Whether the whole application is being deleted, not only the replica this runs in."""
-    name = serve.get_replica_context().app_name
-    try:
-        status = await asyncio.wait_for(asyncio.to_thread(serve.status), STATUS_TIMEOUT_S)
-    except Exception as error:
-        logger.warning("no answer from Serve's controller: %s", type(error).__name__)
-        return False
-    application = status.applications.get(name)
-    return application is None or application.status == ApplicationStatus.DELETING
-
-
-def _cause(error: Exception) -> str:
-    """The engine's own sentence, out of Ray's wrapping."""
-    cause = getattr(error, "cause", None) or error
-    return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
+    def _end_process(self) -> None:
+        """At once, and although it may be stopped. It is on this node: replica and engine share a bundle."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """Pushes one process's load report and metrics to the manager.
 
-On change, as far apart as the manager says (the more engines it has, the farther) unless the news is urgent; a heartbeat
-each HEARTBEAT_S; at most one call in flight, and what happens meanwhile goes into the next one. A manager that is down
-costs nothing: the next heartbeat tries again.
+On change, as far apart as the manager says (the more engines it has, the farther) unless the news is urgent; a
+heartbeat each HEARTBEAT_S; at most one call in flight, and what happens meanwhile goes into the next one. A manager
+that is down costs nothing: the next heartbeat tries again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from llumnix.manager import MIN_INTERVAL_S
 from serving import clock
+from serving.receipt import receipt_line
 
 logger = logging.getLogger("ferry.reporting")
 
@@ -57,7 +58,7 @@ class Reporter:
         try:
             await asyncio.wait_for(self.manager.drained.remote(receipt), CALL_TIMEOUT_S)
         except Exception as error:
-            logger.warning("drained, and no answer from the manager (%s): %s", type(error).__name__, receipt)
+            logger.info("%s; no answer from the manager: %s", receipt_line(receipt), type(error).__name__)
 
     async def run(self) -> None:
         known = False

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from engine.config import ConfigError, EngineConfig
 from llumnix.settings import DEFAULTS, LlumnixSettings
-from llumnix.transfer import KVTransfer
+from llumnix.transfer import NIXL, KVTransfer
+from serving.nixl_transport import MISSING
 from serving.strict_yaml import load_mapping
 
 KEYS = ("llumnix", "kv_transfer")
@@ -32,7 +34,14 @@ def settings_of(config: EngineConfig) -> LlumnixSettings:
 
 
 def kv_transfer_of(config: EngineConfig) -> KVTransfer:
-    return KVTransfer.from_dict(config.kv_transfer_config or {})
+    """How KV travels. Raises ConfigError, also where the package that it needs is not installed."""
+    return _available(KVTransfer.from_dict(config.kv_transfer_config or {}))
+
+
+def _available(transfer: KVTransfer) -> KVTransfer:
+    if transfer.transport == NIXL and find_spec("nixl") is None:
+        raise ConfigError(f"--kv_transfer_config.transport is nixl: {MISSING}")
+    return transfer
 
 
 def user_config(config: EngineConfig) -> dict[str, Any]:
@@ -52,7 +61,9 @@ def parse_user_config(given: Any) -> tuple[LlumnixSettings, KVTransfer]:
     for key in given:
         if key not in KEYS:
             raise ConfigError(f"the Manager's user_config has no key {key!r}, must be {' or '.join(KEYS)}")
-    return LlumnixSettings.from_dict(given.get("llumnix") or {}), KVTransfer.from_dict(given.get("kv_transfer") or {})
+    return LlumnixSettings.from_dict(given.get("llumnix") or {}), _available(
+        KVTransfer.from_dict(given.get("kv_transfer") or {})
+    )
 
 
 def _read(path: str) -> LlumnixSettings:

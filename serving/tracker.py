@@ -246,6 +246,11 @@ class Tracker:
         lost = [request for request in self.requests.values() if request.engine is None]
         return [effect for request in lost for effect in self._end_closing(request)]
 
+    @property
+    def stranded(self) -> bool:
+        """Some request has found no engine that takes it."""
+        return self.closes_at is None and any(r.retry_at is not None for r in self.requests.values())
+
     def cursors(self, engine: str) -> dict[str, int]:
         """Request id -> next index, of the requests an engine owns: the acknowledgement in a lease renewal."""
         return {r.id: len(r.output) for r in self.requests.values() if r.engine == engine}

@@ -38,5 +38,8 @@ def decode(payload: Payload) -> np.ndarray:
 
 def num_bytes(payload: Payload) -> int:
     """Bytes that travel."""
+    if "data" not in payload:  # it names blocks
+        count, block_bytes = payload["shape"]
+        return int(count * block_bytes)
     body = payload["data"]
     return body.nbytes if isinstance(body, np.ndarray) else len(body)

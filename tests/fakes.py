@@ -144,6 +144,9 @@ class FakeExecutor:
         rows = np.array([self.kv[block] for block in blocks], dtype=np.int64).reshape(len(blocks), self.block_size)
         return rows.view(np.uint8)
 
+    def pool_memory(self) -> tuple[int, int, str]:
+        raise ValueError("a fake has no memory of its own")
+
     def write_blocks(self, blocks: list[int], data: np.ndarray) -> None:
         assert data.dtype == np.uint8 and data.shape == (len(blocks), 8 * self.block_size)
         for block, row in zip(blocks, data.view(np.int64), strict=True):

@@ -230,6 +230,9 @@ def test_wrong_values(name: str, value: object, part: str) -> None:
         ({"prompt_cache_enable_swap": True, "disable_prompt_cache": True}, "needs prefix caching"),
         ({"preempt_strategy": "SWAP", "swap_space": 0}, "--swap_space is 0"),
         ({"num_gpu_blocks_override": 8, "kv_cache_memory_bytes": 1 << 20}, "give one"),
+        ({"min_replicas": 1}, "--min_replicas is 1, needs max_replicas"),
+        ({"min_replicas": 3, "max_replicas": 2}, "--min_replicas is 3, must be at most max_replicas (2)"),
+        ({"max_replicas": 4, "num_replicas": 2}, "--num_replicas is 2, which fixes the number of engines"),
     ],
 )
 def test_wrong_combinations(options: dict[str, object], part: str) -> None:
@@ -245,6 +248,12 @@ def test_auto_and_computed_defaults() -> None:
     assert (config.max_num_seqs, config.max_num_queued) == (64, 256)
     assert (config.block_size, config.max_model_len) == (16, None)
     assert resolve({"model": "m", "max_num_queued": 0}).max_num_queued == 0
+    assert resolve({"model": "m", "max_replicas": 3}).min_replicas == 1
+    assert [resolve({"model": "m", **n}).most_replicas for n in ({}, {"num_replicas": 2}, {"max_replicas": 3})] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_paths_and_lists() -> None:

@@ -52,7 +52,7 @@ def pair(
 ) -> list[Pair]:
     """Pairs for this round, most urgent first. `busy`: moves under way by engine, at either end.
 
-    An engine appears in one pair a round, one that drains in as many as it may have moves.
+    An engine appears in one pair a round; one that drains, and those that take from it, in as many as they may have.
     """
     busy = busy or {}
     budget = settings.max_moves - sum(busy.values()) // 2
@@ -74,37 +74,62 @@ def _pair_group(reports: list[LoadReport], settings: LlumnixSettings, busy: Mapp
     decoders = serving(DECODE, roles)
     sources: list[tuple[_End, str]] = []
     destinations: list[_End] = []
-    queues: list[_End] = []  # would be destinations but for their queue
+    takers: list[_End] = []  # of what drains: these may take as many at a time as one that drains gives
+    queues: list[_End] = []  # would be takers but for their queue
     for report in reports:
-        drains = report.state == DRAINING
-        limit = settings.max_moves_draining if drains else settings.max_moves_per_engine
-        slots = limit - busy.get(report.engine, 0)
-        if slots <= 0:
-            continue
+        slots = settings.max_moves_per_engine - busy.get(report.engine, 0)
+        drain_slots = settings.max_moves_draining - busy.get(report.engine, 0)
         cause = _cause(report, settings, decoders)
-        if cause is not None:
-            sources.append((_end(report, settings, slots), cause))
-        if report.state == READY:
-            (queues if report.waiting else destinations).append(_end(report, settings, slots))
+        if cause is not None and (drain_slots if cause == DRAIN else slots) > 0:
+            sources.append((_end(report, settings, drain_slots), cause))
+        if report.state != READY:
+            continue
+        if slots > 0 and report.waiting == 0:
+            destinations.append(_end(report, settings, slots))
+        if drain_slots > 0:
+            (queues if report.waiting else takers).append(_end(report, settings, drain_slots))
     sources.sort(key=lambda source: (source[1] != DRAIN, source[0].free, source[0].report.engine))
-    destinations.sort(key=lambda end: (-end.free, end.report.engine))
+    for ends in (destinations, takers):
+        ends.sort(key=lambda end: (-end.free, end.report.engine))
     queues.sort(key=lambda end: (end.report.waiting_blocks, end.report.engine))
     taken: set[str] = set()  # have a pair as destination
     for source, cause in sources:
         if source.report.engine in taken:
             continue
-        for _ in range(min(source.slots, len(source.report.movable)) if cause == DRAIN else 1):
-            made = _match(source, cause, destinations, settings, decoders)
-            if made is not None:
-                end, most = made
-                destinations.remove(end)
-            elif cause == DRAIN and queues and any(movable.waiting for movable in source.report.movable):
-                end = queues.pop(0)
-                most = end.report.total_blocks
-            else:
-                break
+        if cause == DRAIN:
+            made = _drain_pairs(source, takers, queues, settings, decoders)
+            taken.update(pair.destination for pair in made)
+            destinations = [end for end in destinations if end.report.engine not in taken]
+            yield from made
+            continue
+        found = _match(source, cause, destinations, settings, decoders)
+        if found is not None:
+            end, most = found
+            destinations.remove(end)
             taken.add(end.report.engine)
-            yield Pair(source.report.engine, end.report.engine, cause, most, waiting=made is None)
+            yield Pair(source.report.engine, end.report.engine, cause, most)
+
+
+def _drain_pairs(
+    source: _End, takers: list[_End], queues: list[_End], settings: LlumnixSettings, decoders: frozenset[str]
+) -> list[Pair]:
+    """As many pairs as the source may have moves, the destinations by turns; those with a queue are the last resort."""
+    made: list[Pair] = []
+    for _ in range(min(source.slots, len(source.report.movable))):
+        found = _match(source, DRAIN, takers, settings, decoders)
+        if found is not None:
+            ends, end, most = takers, *found
+        elif queues and any(movable.waiting for movable in source.report.movable):
+            ends, end = queues, queues[0]
+            most = end.report.total_blocks
+        else:
+            break
+        ends.remove(end)
+        end.slots -= 1
+        if end.slots > 0:
+            ends.append(end)
+        made.append(Pair(source.report.engine, end.report.engine, DRAIN, most, waiting=ends is queues))
+    return made
 
 
 def _cause(report: LoadReport, settings: LlumnixSettings, decoders: frozenset[str]) -> str | None:

@@ -32,6 +32,24 @@ def average_share(reports: Iterable[LoadReport], settings: LlumnixSettings = DEF
     return sum(shares) / len(shares) if shares else None
 
 
+def deciding_average(
+    shares: Iterable[float], starting: int, waiting: bool, settings: LlumnixSettings = DEFAULTS
+) -> float | None:
+    """The average that decides, or None where it is to change nothing.
+
+    Replicas that start count as empty, for that is what they will be; so another one is added only if even they are
+    not enough, and none is taken away meanwhile. Nor is one taken away while requests wait at another: the average
+    hides that.
+    """
+    known = list(shares)
+    if not known:
+        return None
+    average = (sum(known) + starting) / (len(known) + starting)
+    if (starting and average >= settings.scale_low_share) or (waiting and average > settings.scale_high_share):
+        return None
+    return average
+
+
 def desired_replicas(
     average: float | None,
     replicas: int,

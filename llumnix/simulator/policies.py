@@ -10,7 +10,7 @@ from llumnix.settings import LlumnixSettings
 REPORT_S = 0.1  # the live engines' shortest time between two load reports
 
 # How old the loads are that the paper's dispatcher acts on, both for Llumnix and for INFaaS++ there. Fitted: with it
-# INFaaS++ has the paper's latencies; see docs/llumnix.md.
+# INFaaS++ has the paper's latencies; see docs/simulator.md.
 PAPER_REPORT_S = 1.5
 
 

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from engine.config import ConfigError
-from serving.checks import check_port
+from serving.checks import check_port, engines_text
 from serving.cli.failure import cause_sentence
 from serving.config import AppArgs
 from serving.config_file import APP_NAME
@@ -119,7 +119,7 @@ def _deploy(plan: Plan) -> None:
 
     from serving.app import build
 
-    phase(f"Loading {plan.config.model} into {plan.config.num_replicas} engine(s)")
+    phase(f"Loading {plan.config.model} into {engines_text(plan.config)} engine(s)")
     failure: list[Exception] = []
 
     def run() -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,40 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.kv import BlockPool, HostTier
-from engine.kv_cache import KVCache, KVFormat
-from engine.layers.invariance import make_invariant
-from engine.loader import load_model
-from engine.model_config import ModelConfig
 from engine.request import Request
-from engine.runner import ModelRunner
 from engine.sampling.params import SamplingParams
-from engine.scheduler import SchedulerConfig
-from engine.step import TokenLogprobs
-from kernels import dispatch
-from tests.models import make_llama, make_qwen3
+from tests.exact import Answer, Job, Loaded, add, alone, collect, load, make_engine, promised, run
 
-BLOCK = 16
-CPU = torch.device("cpu")
-
-pytestmark = pytest.mark.skipif(
-    not dispatch.transposed_keys(CPU, torch.bfloat16), reason="bits are promised for the native kernels only"
-)
-
-Answer = list[tuple[int, TokenLogprobs | None]]
-
-
-@dataclass
-class Loaded:
-    model: torch.nn.Module
-    config: ModelConfig
-
-
-@dataclass
-class Job:
-    prompt: list[int]
-    params: SamplingParams
-
+pytestmark = pytest.mark.skipif(not promised(), reason="bits are promised for the native kernels only")
 
 EDITS: list[dict[str, Any]] = [
     {},
@@ -80,13 +50,7 @@ def job(seed: int, common: list[int] = (), longest: int = 90, tokens: int = 24) 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    make = {"llama": make_llama, "qwen3": make_qwen3}[request.param]
-    shape = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24, "hidden_size": 96}
-    path: Path = make(tmp_path_factory.mktemp(request.param), max_position_embeddings=2048, **shape)
-    config = ModelConfig.from_pretrained(path)
-    model = load_model(path, config, dtype=torch.bfloat16)
-    make_invariant(model, 2048, 64)
-    return Loaded(model, config)
+    return load(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(autouse=True)
@@ -97,55 +61,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_engine(loaded: Loaded, blocks: int = 400, host: int = 0, **options: Any) -> Engine:
-    config = loaded.config
-    fmt = KVFormat(
-        *(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, torch.bfloat16),
-        transposed_keys=dispatch.transposed_keys(CPU, torch.bfloat16),
-    )
-    keep = options.pop("keep_evicted", False)
-    scheduling = SchedulerConfig(**{"max_model_len": 2048, "max_num_seqs": 64, **options})
-    runner = ModelRunner(loaded.model, KVCache(fmt, blocks, host))
-    return Engine(runner, BlockPool(blocks, BLOCK, HostTier(host), keep), scheduling, vocab_size=config.vocab_size)
-
-
-def add(engine: Engine, name: str, wanted: Job) -> None:
-    engine.add_request(name, wanted.prompt, wanted.params)
-
-
-def collect(events: list[Any], answers: dict[str, Answer]) -> None:
-    for event in events:
-        answer = answers.setdefault(event.request.id, [])
-        assert event.index == len(answer)
-        answer.append((event.token, event.logprobs))
-
-
-def run(engine: Engine, jobs: dict[str, Job]) -> dict[str, Answer]:
-    answers: dict[str, Answer] = {}
-    for name, wanted in jobs.items():
-        add(engine, name, wanted)
-    while engine.has_work:
-        collect(engine.step(), answers)
-    engine.scheduler.check()
-    return answers
-
-
-ALONE: dict[tuple[int, str, tuple[int, ...]], Answer] = {}
-
-
-def alone(loaded: Loaded, name: str, wanted: Job) -> Answer:
-    """The oracle: nobody else, no cache, the whole prompt at once."""
-    key = (id(loaded.model), name, tuple(wanted.prompt))
-    if key not in ALONE:
-        engine = make_engine(loaded, max_num_batched_tokens=2048, prefix_caching=False)
-        ALONE[key] = run(engine, {name: wanted})[name]
-        assert len(ALONE[key]) == wanted.params.max_tokens
-    return ALONE[key]
-
-
 def assert_undisturbed(loaded: Loaded, jobs: dict[str, Job], answers: dict[str, Answer]) -> None:
     assert set(answers) == set(jobs)
     for name, wanted in jobs.items():
+        assert len(answers[name]) == wanted.params.max_tokens
         assert answers[name] == alone(loaded, name, wanted), name
 
 

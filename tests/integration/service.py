@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 from ray.util import list_named_actors
 
 from serving.app import APP_NAME, build
@@ -46,8 +52,29 @@ def start_cluster(num_cpus: int = 2) -> int:
         namespace="serve",
     )
     port = free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     return port
+
+
+@contextmanager
+def another_node(num_cpus: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A node that joins the cluster as those of Kubernetes do; the process is what SIGTERM goes to."""
+    ray_command = str(Path(sys.executable).parent / "ray")
+    address = ray.get_runtime_context().gcs_address
+    words = ("start", f"--address={address}", f"--num-cpus={num_cpus}", "--object-store-memory=80000000", "--block")
+    env = {key: value for key, value in os.environ.items() if key not in ("RAY_TMPDIR", "RAY_ADDRESS")}
+    known = {node["NodeID"] for node in ray.nodes()}
+    quiet = None if os.environ.get("FERRY_TEST_LOGS") else subprocess.DEVNULL
+    process = subprocess.Popen([ray_command, *words], env=env, stdout=quiet, stderr=quiet)
+    try:
+        wait_for(lambda: any(n["Alive"] and n["NodeID"] not in known for n in ray.nodes()), 30, "another node")
+        yield process
+    finally:
+        for child in (*psutil.Process(process.pid).children(recursive=True),) if process.poll() is None else ():
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.kill()
+        process.wait(10)
 
 
 def stop_cluster() -> None:
@@ -72,6 +99,12 @@ class Service:
     def model(self) -> str:
         return "tiny"
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        level = "INFO" if os.environ.get("FERRY_TEST_LOGS") else "WARNING"
+        small = {"swap_space": 0.05, "threads": 1, "num_cpus_per_replica": 1}
+        return {"served_model_name": [self.model], "log_level": level, **small}
+
     def ensure(self, **options: Any) -> Service:
         """The application with these options, all its engines ready and idle."""
         if options != self.options:
@@ -83,10 +116,25 @@ class Service:
 
     def update(self, **options: Any) -> None:
         """Deploy these options over what runs; returns when Serve says that the application runs."""
-        defaults = {"served_model_name": ["tiny"], "log_level": "WARNING", "swap_space": 0.05, "threads": 1}
-        args = AppArgs.model_validate({**defaults, "num_cpus_per_replica": 1, **options})
+        args = AppArgs.model_validate({**self.defaults, **options})
         self.options = options
         serve.run(build(args), name=APP_NAME, route_prefix="/", blocking=False)
+
+    def apply(self, engines: dict[str, Any], **options: Any) -> None:
+        """Deploy as `serve deploy` does, with `engines` as Serve's options of the deployment Engine; returns when Serve
+        has taken note. Options that have not changed leave everything running."""
+        args = {**self.defaults, **options}
+        application = {
+            "name": APP_NAME,
+            "route_prefix": "/",
+            "import_path": "serving.app:build",
+            "args": args,
+            "deployments": [{"name": "Engine", **engines}],
+        }
+        if "deployments" not in self.options:
+            self.delete()
+        self.options = {**options, "deployments": engines}
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
 
     def delete(self) -> None:
         if self.options:

@@ -104,11 +104,13 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_resume(
     service = application.ensure(**two_engines(long_llama), step_timeout_s=2, lease_s=1)
     expected = undisturbed(service, calm)
     victims: list[str] = []
+    hung: list[float] = []
 
     async def hang(results: list[Result]) -> None:
         await under_way(results)
         name, snapshot = await asyncio.to_thread(busiest, service)
         victims.append(name)
+        hung.append(time.monotonic())
         if kind == "process":
             os.kill(snapshot["pid"], signal.SIGSTOP)
             return
@@ -127,6 +129,7 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_resume(
     with service.paced(STEP_S):
         assert run_streams(service.url, bodies(STREAMS, TOKENS), hang) == expected
     wait_for(lambda: replaced(service, victims[0]), 60, "a replacement")
+    assert time.monotonic() - hung[0] < 20, "3 s of silence or failed health checks, and the start of another"
     service.wait_idle()
 
 
@@ -164,7 +167,7 @@ def test_a_redeployment_under_streams_costs_no_token(
 
     with service.paced(STEP_S):
         assert run_streams(service.url, bodies(STREAMS, TOKENS), redeploy) == expected
-    assert running_when_one_left[0] <= STREAMS // 2 if deadline_s > 10 else running_when_one_left[0] > STREAMS // 2
+    assert running_when_one_left[0] > STREAMS // 2, "its requests went on elsewhere: it had not to wait for their end"
     service.wait_ready(replicas=service.options["num_replicas"])
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in old), 30, "end of the old engines")
 

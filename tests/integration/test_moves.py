@@ -15,6 +15,7 @@ from tests.integration.service import Service
 from tests.integration.streams import Result, bodies, run_streams, until
 
 STREAMS, TOKENS, MOVES = 64, 200, 200
+MAX_RUNS = 4
 STEP_S = 0.05  # slow enough for the requests to live through their moves
 
 
@@ -49,13 +50,15 @@ def test_forced_moves_change_nothing(service: Service) -> None:
     outcomes: dict[str, int] = {}
 
     async def move_them(results: list[Result]) -> None:
+        """Until the requests are about to end, or there were moves enough."""
         await until(lambda: all(result.chunks >= 2 for result in results))
         source = random.Random(3)
         while outcomes.get("moved", 0) < MOVES:
             replicas = (await manager.snapshot.remote())["replicas"]
             running = [(r["id"], q["id"]) for r in replicas for q in r["requests"]]
-            assert running, f"all requests ended after {outcomes}"
-            chosen = source.sample(running, min(8, len(running)))
+            if len(running) < STREAMS // 2:
+                return
+            chosen = source.sample(running, 8)
             others = {r["id"]: [o["id"] for o in replicas if o is not r] for r in replicas}
             calls = [manager.migrate.remote(request, source.choice(others[at]), {}) for at, request in chosen]
             for answer in await asyncio.gather(*(_wait(call) for call in calls)):
@@ -63,10 +66,12 @@ def test_forced_moves_change_nothing(service: Service) -> None:
                 outcomes[kind] = outcomes.get(kind, 0) + 1
 
     with service.paced(STEP_S):
-        results = run_streams(service.url, requests, move_them)
-    print(f"moves: {outcomes}")
-    for got, wanted in zip(results, expected, strict=True):
-        assert got == wanted
+        for _ in range(MAX_RUNS):  # on a busy machine the requests of one run end before there were moves enough
+            for got, wanted in zip(run_streams(service.url, requests, move_them), expected, strict=True):
+                assert got == wanted
+            if outcomes.get("moved", 0) >= MOVES:
+                break
+    assert outcomes.get("moved", 0) >= MOVES, outcomes
     service.wait_idle()
     info = service.handle.info.remote().result(timeout_s=5)
     assert (info["open"], info["resumed"]) == (0, resumed), "moved, not started again"

@@ -65,7 +65,7 @@ def test_a_report_survives_the_wire() -> None:
     one = report(
         running=3, high_running=1, moving=2, movable=(movable("a", last_moved=4.0), movable("b", waiting=True))
     )
-    wire = json.loads(json.dumps(one.to_message()))
+    wire = json.loads(json.dumps(one.to_message(), allow_nan=False))
     assert LoadReport.from_message(wire) == one
     assert LoadReport.from_message(wire).movable[0].last_moved == 4.0
 

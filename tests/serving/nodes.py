@@ -54,8 +54,9 @@ class StillManager:
     def __init__(self, nodes: dict[str, EngineNode]):
         self.nodes = nodes
 
-    async def view(self, version: int, known: list[str], *_: Any) -> dict[str, Any]:
+    async def view(self, version: int | None, known: list[str], *_: Any) -> dict[str, Any]:
         await asyncio.sleep(0.05)
+        version = version or 0
         engines = {
             name: {
                 "actor": None if name in known else Handle(node),
@@ -103,9 +104,10 @@ class Nodes:
             node.thread.stop()
             await asyncio.to_thread(node.thread.join, SOON)
         tasks = [*self.client._tasks, *(task for node in self.nodes.values() for task in node.tasks)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()  # wait_for may lose one: it does when what it waits for comes at that moment
+            await asyncio.wait(left, timeout=0.2)
 
     async def generate(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> list[int]:
         """The tokens of one request, to its end. Raises AssertionError when it ends with an error."""
@@ -125,3 +127,10 @@ class Nodes:
                     if request_id in node.engine.scheduler.requests:
                         return name
                 await asyncio.sleep(0.001)
+
+
+async def until(condition: Callable[[], bool], seconds: float = SOON) -> None:
+    """Wait for something that will be. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)

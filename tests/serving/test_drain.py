@@ -13,7 +13,8 @@ from engine.engine import Engine
 from engine.sampling.params import SamplingParams
 from engine.step import StepPlan, StepResult
 from serving import manager as manager_module
-from serving.manager import Manager, receipt_line
+from serving.manager import Manager
+from serving.receipt import receipt_line
 from tests.fakes import continuation, executor_of, make_engine
 from tests.serving.nodes import SOON, Nodes
 

@@ -16,7 +16,7 @@ from serving.engine_node import EngineNode
 from serving.metrics import render
 from serving.move_source import MoveOptions
 from tests.fakes import VOCAB, FakeExecutor, continuation, executor_of, extend_chain, make_engine
-from tests.serving.nodes import SOON, Handle, Nodes
+from tests.serving.nodes import SOON, Handle, Nodes, until
 
 STEP_S = 0.003
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -48,12 +48,6 @@ async def moved_to_its_end(nodes: Nodes, name: str = "r") -> tuple[EngineNode, l
     result = await nodes[source].giving.move(name, destination, Handle(nodes[destination]), MoveOptions())
     assert result["outcome"] == "moved", result
     return nodes[destination], await running
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def metrics(node: EngineNode) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,18 @@ def test_a_draining_engine_gives_and_never_takes() -> None:
     assert causes(leaving, loaded(free_blocks=17)) == [], "10 blocks and the watermark of 8 do not fit"
     assert causes(leaving, loaded(waiting=1, waiting_blocks=5, head_blocks=5)) == []
     assert causes(leaving, leaving) == []
+
+
+def test_many_moves_at_a_time_empty_an_engine_whatever_takes_them() -> None:
+    many = tuple(movable(f"m{i}", blocks=10) for i in range(8))
+    leaving, also = (report(name, state=DRAINING, running=8, movable=many) for name in ("leaving", "also"))
+    settings = LlumnixSettings(max_moves_draining=4)
+    assert [p[:2] for p in pair([leaving, idle()], settings)] == [("leaving", "idle")] * 4
+    assert [p[1] for p in pair([leaving, idle("b", free_blocks=700), idle("a")], settings)] == ["a", "b", "a", "b"]
+    assert len(pair([leaving, idle()], settings, {"leaving": 1, "idle": 1})) == 3
+    both = pair([leaving, also, idle("a"), idle("b")], settings)
+    assert Counter(p[0] for p in both) == {"leaving": 4, "also": 4} and Counter(p[1] for p in both) == {"a": 4, "b": 4}
+    assert causes(leaving, idle(), loaded())[-1] == ("leaving", "full", DRAIN), "one that takes is nobody's destination"
 
 
 def test_a_draining_engine_gives_its_queue_to_engines_that_have_one_too() -> None:

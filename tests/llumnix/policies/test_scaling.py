@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llumnix.load import DRAINING, STARTING
-from llumnix.policies.scaling import ScalingState, average_share, desired_replicas, victim
+from llumnix.policies.scaling import ScalingState, average_share, deciding_average, desired_replicas, victim
 from llumnix.settings import LlumnixSettings
 from tests.llumnix.reports import report
 
@@ -31,6 +31,18 @@ def test_the_average_is_of_ready_engines_in_shares_of_their_capacity() -> None:
     ]
     assert average_share(reports) == pytest.approx((20 / 851 + 10 / 100) / 2)
     assert average_share([]) is None and average_share(reports[2:]) is None
+
+
+def test_what_starts_counts_as_empty_and_what_waits_forbids_to_take_away() -> None:
+    low, high = 0.1, 0.5
+    settings = LlumnixSettings(scale_low_share=low, scale_high_share=high)
+    assert deciding_average([], 1, False, settings) is None
+    assert deciding_average([0.0, 0.4], 0, True, settings) == pytest.approx(0.2)
+    assert deciding_average([0.0], 1, True, settings) is None
+    assert deciding_average([0.0] * 19, 1, True, settings) == pytest.approx(0.05)
+    assert deciding_average([1.0], 1, False, settings) is None
+    assert deciding_average([0.2, 1.0], 0, False, settings) == pytest.approx(0.6)
+    assert deciding_average([0.2, 1.0], 0, True, settings) is None
 
 
 def test_what_is_kept_for_the_high_class_is_not_demand() -> None:

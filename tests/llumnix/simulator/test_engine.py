@@ -17,7 +17,7 @@ CHUNKED = replace(SMALL, chunked_prefill=True, max_num_batched_tokens=64)
 
 @dataclass
 class Walker:
-    """The same engine in the plainest way: one step at a time, lengths kept one by one. Prompts have their own steps."""
+    """The same engine in the plainest way: one step at a time, every length by itself; prompts have their own steps."""
 
     device: Device
     now: float = 0.0
