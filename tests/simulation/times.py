@@ -107,12 +107,7 @@ async def drain_alone(faults: Faults) -> None:
     name = await faults.engine()
     if name is None:
         return
-    if any(
-        node.compat_key == faults.cluster.nodes[name].compat_key
-        for n, node in faults.cluster.nodes.items()
-        if n != name
-    ):
-        return
+    faults.cluster.nodes[name].compat_key = f"of {name} alone"
     faults.hit("drain_without_destination")
     await _drain(faults, name, faults.random.choice((0.3, 3.0)))
 
