@@ -116,6 +116,7 @@ def test_a_node_that_is_told_to_end_lets_its_engine_drain(
 ) -> None:
     """SIGTERM to `ray start --block`, as Kubernetes ends a pod. There is no room for a replacement."""
     service, same = application, {**options(long_llama), "num_cpus_per_replica": 2}
+    service.delete()
     with another_node(num_cpus=2) as node:
         service.apply({"num_replicas": 2}, **same)
         service.wait_ready(replicas=2)

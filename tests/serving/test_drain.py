@@ -166,7 +166,7 @@ async def test_what_waits_moves_without_kv() -> None:
     async with Nodes(lambda: slow_engine(max_num_seqs=1), "a", "b", manager=served) as nodes:
         tasks = [asyncio.create_task(nodes.generate(f"r{i}", p, PARAMS.to_dict())) for i, p in enumerate(PROMPTS[:6])]
         async with asyncio.timeout(SOON):
-            while not all(len(node.engine.scheduler.waiting) == 2 for node in nodes.nodes.values()):
+            while not all(member.report.waiting == 2 for member in served.cluster.members.values()):
                 await asyncio.sleep(0.001)
         receipt = await asyncio.wait_for(nodes["a"].drain(30.0), SOON)
         assert (receipt["moved"], receipt["resumed"], receipt["finished"]) == (2, 0, 1)
