@@ -84,7 +84,7 @@ def command(nodes: Nodes, source: str, destination: str, **rest: Any) -> dict[st
 async def given(nodes: Nodes, **rest: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The move of a long request "r" as such a command makes it, and the transfers before its commit."""
     prompt = [1 + i % 90 for i in range(60)]
-    request = asyncio.create_task(nodes.generate("r", prompt, LONG.to_dict()))
+    request = asyncio.create_task(nodes.generate("r", prompt, PARAMS.to_dict()))
     source = await nodes.owner("r")
     destination = {"a": "b", "b": "a"}[source]
     await asyncio.sleep(5 * STEP_S)
@@ -98,7 +98,7 @@ async def given(nodes: Nodes, **rest: Any) -> tuple[dict[str, Any], list[dict[st
     nodes[destination].taking.write = watched  # type: ignore[method-assign]
     (move,) = await nodes[source].giving.give(command(nodes, source, destination, **rest))
     assert move["outcome"] == "moved" and move["cause"] == "operator", str(move)
-    assert await request == continuation(prompt, LONG)[0]
+    assert await request == continuation(prompt, PARAMS)[0]
     return move, writes
 
 
