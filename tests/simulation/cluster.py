@@ -234,6 +234,19 @@ class Cluster:
             if other is not None and other.epoch[0] == request.epoch[0] and other.status is not Status.HELD:
                 self.violate(f"{request.id} goes on at {name} {other.epoch} and at {engine} {request.epoch}")
 
+    def _check_history(self, engine: str, request: Request, known: int) -> None:
+        """Whoever takes a request over has every token of it that its ingress lacks: the source may be gone."""
+        node, client = self.nodes.get(engine), self.clients.get(request.client)
+        box = node.outboxes.clients.get(request.client) if node is not None else None
+        tracked = client.tracker.requests.get(request.id) if client is not None else None
+        if box is None or tracked is None or self.process(engine).stopped:
+            return
+        if box.newest.get(request.id) != list(request.epoch) or request.id not in box.history:
+            return
+        missing = set(range(len(tracked.output), known)) - {output["index"] for output in box.history[request.id]}
+        if missing:
+            self.violate(f"{engine} took {request.id} without its tokens {sorted(missing)}")
+
     def _wanted(self, request_id: str) -> bool:
         """Somebody waits for it. A submission that comes after its end is found out and dropped a moment later."""
         user = self.user(request_id)
@@ -328,6 +341,7 @@ class Cluster:
             request = adopt(record, *arguments)
             self.note(name, "adopts", request.id, request.epoch)
             self.owns(name, request, new)
+            self.later(0.0001, partial(self._check_history, name, request, len(record["output"])))
             return request
 
         def holding(request_id: str) -> Any:
