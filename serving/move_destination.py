@@ -137,6 +137,9 @@ class MoveDestination:
 
     def _take_in(self, message: dict[str, Any], data: np.ndarray, record: dict[str, Any], epoch: Epoch) -> str:
         engine, key, computed = self.node.engine, message["key"], message["computed"]
+        here = engine.scheduler.requests.get(record["id"])
+        if here is not None and here.epoch < epoch:
+            engine.abort(record["id"])  # it was given away, and is back before the answer to that was
         try:
             if message["reserved"]:
                 size = engine.scheduler.pool.block_size
