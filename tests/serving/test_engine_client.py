@@ -277,3 +277,30 @@ async def test_a_lost_engine_leaves_the_fleet() -> None:
         harness.client._lose(harness.client.links["a"], forever=True)
         assert harness.client.dispatcher.fleet.names == ["b"]
         assert await harness.generate() == [50, 51, 52]
+
+
+class SilentEngine(FakeEngine):
+    """Its first stream was lost on the way here: it never brings anything, and does not break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = 0
+
+    async def _stream(self, client: str, cursors: dict[str, int]) -> AsyncIterator[Awaitable[dict[str, Any]]]:
+        self.opened += 1
+        if self.opened == 1:
+            await asyncio.Event().wait()
+        async for item in super()._stream(client, cursors):
+            yield item
+
+    async def _renew(self, *_: Any) -> dict[str, Any]:
+        return {"v": 1, "untaken_s": 60.0 if self.opened == 1 and self.submitted else 0.0}
+
+
+async def test_a_stream_that_is_silent_without_having_broken_is_opened_again() -> None:
+    engine = SilentEngine()
+    async with Harness(engine, lease_s=0.4) as harness:
+        await harness.until_ready()
+        assert await harness.generate() == [50, 51, 52]
+        assert engine.opened == 2
+        assert harness.client.tracker.resumed == 0

@@ -18,6 +18,7 @@ from tests.serving.nodes import Handle, Nodes
 
 STEP_S = 0.004
 PARAMS = SamplingParams(max_tokens=40)
+LONG = SamplingParams(max_tokens=110)  # goes on for as long as three moves take on a busy machine
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
 
@@ -45,7 +46,7 @@ async def move(nodes: Nodes, request_id: str, destination: str, options: MoveOpt
 async def test_a_moved_request_has_the_tokens_of_an_undisturbed_one(mechanism: Mechanism) -> None:
     async with Nodes(slow_engine, "a", "b") as nodes:
         options = MoveOptions(mechanism=mechanism, chunk_bytes=64, last_stage_blocks=1)
-        request = asyncio.create_task(nodes.generate("r", PROMPT, PARAMS.to_dict()))
+        request = asyncio.create_task(nodes.generate("r", PROMPT, LONG.to_dict()))
         source = await nodes.owner("r")
         other = {"a": "b", "b": "a"}
         await asyncio.sleep(5 * STEP_S)
@@ -54,7 +55,7 @@ async def test_a_moved_request_has_the_tokens_of_an_undisturbed_one(mechanism: M
             assert result["outcome"] == "moved", str(result)
             await asyncio.sleep(3 * STEP_S)
             assert await nodes.owner("r") == destination
-        assert await request == continuation(PROMPT, PARAMS)[0]
+        assert await request == continuation(PROMPT, LONG)[0]
         assert nodes.client.tracker.resumed == 0
         assert len(nodes.client.tracker.downtimes) == 3
         for node in nodes.nodes.values():

@@ -180,3 +180,49 @@ def test_an_ingress_is_not_forgotten_before_its_lease_is_over() -> None:
     boxes.opened("i", "a", [0, 0], 0.0)
     boxes.expire(3.0)
     assert "i" in boxes.clients
+
+
+def test_a_submission_that_comes_twice_changes_nothing() -> None:
+    boxes = outboxes("a")
+    boxes.push("i", [token("a", 0)], 0.0)
+    assert not boxes.opened("i", "a", [0, 0], 1.0)
+    assert indices(boxes.replay("i", {"a": 0}, 1.0)) == [0]
+    boxes.push("i", [token("a", 1, finish="stop")], 1.0)
+    assert not boxes.opened("i", "a", [0, 0], 2.0)
+    assert boxes.clients["i"].open == {}
+    boxes.closed("i", "a", 2.0)
+    assert not boxes.opened("i", "a", [0, 0], 3.0)
+    assert boxes.opened("i", "a", [1, 0], 3.0) and boxes.clients["i"].open == {"a": [1, 0]}
+
+
+def test_the_epoch_of_a_closed_request_is_forgotten_after_a_lease() -> None:
+    boxes = outboxes("a", "b")
+    boxes.closed("i", "a", 1.0)
+    boxes.seen("i", 1.0 + LEASE_S)
+    boxes.expire(1.0 + LEASE_S)
+    assert boxes.clients["i"].newest == {"a": [0, 0], "b": [0, 0]}
+    boxes.expire(1.1 + LEASE_S)
+    assert boxes.clients["i"].newest == {"b": [0, 0]} and boxes.clients["i"].closed == {}
+
+
+def test_an_older_life_is_not_what_an_ingress_expects() -> None:
+    """It was to be started again here, and the message was lost."""
+    boxes = outboxes("a")
+    boxes.push("i", [{"id": "a", "epoch": [0, 1], "index": 0, "moved": "elsewhere"}], 0.0)
+    boxes.take("i")
+    assert boxes.acknowledge("i", {"a": 0}, 10.0, {"a": [1, 1]}) == ["a"]
+    assert boxes.take("i") == []  # nor is its end repeated
+    assert boxes.acknowledge("i", {"a": 0}, 10.0, {"a": [0, 0]}) == []
+    assert indices(boxes.take("i")) == [0]
+
+
+def test_outputs_that_nobody_takes_are_noticed() -> None:
+    boxes = outboxes("a")
+    assert boxes.untaken_s("i", 50.0) == boxes.untaken_s("nobody", 50.0) == 0.0
+    boxes.push("i", [token("a", 0)], 1.0)
+    boxes.push("i", [token("a", 1)], 3.0)
+    assert boxes.untaken_s("i", 4.0) == 3.0
+    boxes.take("i")
+    assert boxes.untaken_s("i", 5.0) == 0.0
+    boxes.push("i", [token("a", 2)], 6.0)
+    assert boxes.untaken_s("i", 6.5) == 0.5

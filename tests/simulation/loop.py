@@ -132,6 +132,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not ready:
                 self._advance()
             self.callbacks_left -= 1
+            if self.callbacks_left < 0:
+                raise Hung(f"at {self.now:.3f} s the run has used up its callbacks")
             handle = ready.popleft()
             if handle._cancelled:
                 continue
@@ -151,8 +153,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self.now = max(self.now, when)
                 if self.now > self.max_time_s:
                     raise Hung(f"the run is not over after {self.max_time_s:g} s of virtual time")
-                if self.callbacks_left < 0:
-                    raise Hung(f"at {self.now:.3f} s the run has used up its callbacks")
                 return
         raise Hung(f"at {self.now:.3f} s nothing is left to do and the run is not over")
 
