@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.host import SERVICE_CORES, claim_cores, default_threads, memory_bandwidth
 from engine.kv import BlockPool, HostTier
 from engine.kv_cache import KVCache, KVFormat
-from engine.layers.invariance import make_invariant
+from engine.layers.invariance import make_invariant, rounding_of
 from engine.loader import load_model
 from engine.memory import activation_bytes, plan_memory
 from engine.model_config import ModelConfig, check_lengths
@@ -97,7 +97,8 @@ def build_engine(
         delay_factor=config.scheduler_delay_factor,
         eos_token_ids=_eos_token_ids(config, model_config, path),
     )
-    rounding = numerics if config.batch_invariant else f"{numerics}-by-batch"  # other bits than an invariant engine's
+    # Other bits than an invariant engine's, or than one whose layers multiply in another way
+    rounding = f"{numerics}-{rounding_of(model)}" if config.batch_invariant else f"{numerics}-by-batch"
     key = f"{weights_id(path)}:{fmt.key()}:{rounding}"
     engine = Engine(
         ModelRunner(model, kv),

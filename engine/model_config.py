@@ -41,6 +41,14 @@ class ModelConfig:
     def qk_norm(self) -> bool:
         return self.architecture == "Qwen3ForCausalLM"
 
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_key_value_heads is {self.num_kv_heads}, must divide the {self.num_heads} attention heads"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, must be even: rotary embeddings turn pairs")
+
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
         """Read a model directory (config.json, generation_config.json) or a .gguf file.

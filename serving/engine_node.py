@@ -23,8 +23,8 @@ from engine.request import Status
 from engine.sampling.params import SamplingParams
 from engine.scheduler import QueueFull
 from engine.verification import sampled
-from llumnix.load import DRAINING, MIXED, READY, STARTING, SUMMARY_BYTES, LoadReport, Movable, summarise
-from llumnix.policies.choice import BALANCE, DRAIN, listed
+from llumnix.load import DRAINING, MIXED, PREFILL, READY, STARTING, SUMMARY_BYTES, LoadReport, Movable, summarise
+from llumnix.policies.choice import BALANCE, DRAIN, HANDOVER, listed
 from llumnix.policies.dispatch import CACHE_AWARE
 from llumnix.policies.scaling import average_share
 from llumnix.settings import DEFAULTS, LlumnixSettings
@@ -327,7 +327,8 @@ class EngineNode:
     def _on_look(self, engine: Engine) -> None:
         """What a load report says beside the stats."""
         candidates = movable(engine, all_of_them=self.state == DRAINING)
-        self.movable = listed(candidates, self.settings, engine.clock(), DRAIN if self.state == DRAINING else BALANCE)
+        cause = DRAIN if self.state == DRAINING else HANDOVER if self.role == PREFILL else BALANCE
+        self.movable = listed(candidates, self.settings, engine.clock(), cause)
         looks = self.settings.dispatch_policy in CACHE_AWARE
         self.prefix = summarise(engine.scheduler.pool.recent(SUMMARY_BYTES // 5)) if looks else ""
 

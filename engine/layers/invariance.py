@@ -12,6 +12,7 @@ padded with zeros to that many; else every product runs in tiles of FIXED_ROWS r
 from __future__ import annotations
 
 import logging
+from hashlib import blake2b
 
 import torch
 from torch import nn
@@ -23,23 +24,27 @@ logger = logging.getLogger("ferry.engine")
 BATCHES = (*range(1, 36), 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 511, 512, 1024, 2048, 4096, 8192)
 COMPARED_ROWS = 192  # of every batch, from its start; each is also computed alone
 WORK_LIMIT = 4e10  # multiply-adds a shape
-MIN_ROWS = (2, FIXED_ROWS)
+PAIR = 2  # oneDNN's product of one row differs from that of many where K is large, in so few elements that a check of
+# random data may miss it; a pair costs no more than a row, so nothing is ever multiplied alone
+CHECKED_ROWS, CHECKED_LOGITS_ROWS = 2048, 128  # at least, whatever an engine's limits: equal models, equal outcomes
 
 
 @torch.inference_mode()
 def make_invariant(model: nn.Module, max_rows: int, max_logits_rows: int) -> int:
     """Check every distinct linear layer for batches up to max_rows (the head: max_logits_rows), mend those that fail.
 
-    Returns how many shapes had to be mended. For bfloat16 and float16: float32 promises tokens, not bits.
+    Single rows are multiplied as pairs in any case. Returns how many shapes had to be mended beyond that. For bfloat16
+    and float16: float32 promises tokens, not bits.
     """
     by_shape: dict[tuple[object, ...], list[Linear]] = {}
     head = getattr(model, "lm_head", None)
     for module in model.modules():
         if isinstance(module, Linear):
+            module.min_rows = PAIR
             by_shape.setdefault((*module.weight.shape, module.bias is not None, module is head), []).append(module)
     mended = 0
     for (*shape, _, is_head), layers in by_shape.items():
-        limit = max_logits_rows if is_head else max_rows
+        limit = max(max_logits_rows, CHECKED_LOGITS_ROWS) if is_head else max(max_rows, CHECKED_ROWS)
         if is_invariant(layers[0], limit):
             continue
         mended += 1
@@ -50,11 +55,17 @@ def make_invariant(model: nn.Module, max_rows: int, max_logits_rows: int) -> int
     return mended
 
 
+def rounding_of(model: nn.Module) -> str:
+    """How the linear layers multiply, as a key: engines with unequal ones may differ in the last bits."""
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    ways = sorted({(*module.weight.shape, module.min_rows, module.fixed_rows) for module in linears})
+    return blake2b(repr(ways).encode(), digest_size=4).hexdigest()
+
+
 def _mend(layer: Linear, max_rows: int) -> str:
-    for rows in MIN_ROWS:
-        layer.min_rows = rows
-        if is_invariant(layer, max_rows):
-            return f"batches below {rows} rows are padded"
+    layer.min_rows = FIXED_ROWS
+    if is_invariant(layer, max_rows):
+        return f"batches below {FIXED_ROWS} rows are padded"
     layer.min_rows, layer.fixed_rows = 1, True
     if is_invariant(layer, 2 * FIXED_ROWS + 1):
         return f"it runs in tiles of {FIXED_ROWS} rows"

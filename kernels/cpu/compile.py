@@ -47,7 +47,7 @@ def load(target: str = "native") -> ctypes.CDLL:
     """
     try:
         library = cache_directory() / f"kernels-{target}-{build_id(target)}.so"
-        if not library.exists():
+        if not _is_whole(library):
             _compile(_command(target), library)
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
@@ -108,20 +108,34 @@ def _processor_features() -> str:
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
 
 
+def _is_whole(library: Path) -> bool:
+    """The library is there as it was made: one that is cut or damaged would end the process, or compute nonsense."""
+    try:
+        return library.with_suffix(".digest").read_text() == _digest(library)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+
+
 def _compile(command: list[str], library: Path) -> None:
     with open(library.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if library.exists():  # somebody else did it meanwhile
+        if _is_whole(library):  # somebody else did it meanwhile
             return
         made = library.with_suffix(f".{os.getpid()}.tmp")
         source = SOURCE / "kernels.c"
         try:
             run = [*command, "-o", str(made), str(source), "-lm"]
-            done = subprocess.run(run, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
+            done = subprocess.run(run, capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S)
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{command[0]} did not finish within {COMPILE_LIMIT_S:g} s") from None
         if done.returncode:
             reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             raise Unavailable(f"{command[0]} failed: {reason}")
+        digest = _digest(made)
         made.rename(library)
+        library.with_suffix(".digest").write_text(digest)
         logger.info("compiled the CPU kernels: %s", library)

@@ -46,9 +46,13 @@ def allowed(candidate: Movable, settings: LlumnixSettings, now: float, cause: st
 def listed(
     candidates: Iterable[Movable], settings: LlumnixSettings, now: float, cause: str = BALANCE
 ) -> tuple[Movable, ...]:
-    """What a load report lists: the cheapest requests that may move, queued ones and small ones first."""
-    able = [c for c in candidates if allowed(c, settings, now, cause)]
-    able.sort(key=lambda c: (not c.waiting, c.blocks, c.started_order))
+    """What a load report lists: the cheapest requests that may move, queued ones and small ones first.
+
+    An engine that hands over lists running ones first, so that none is hidden by a long queue.
+    """
+    causes = (HANDOVER, BALANCE) if cause == HANDOVER else (cause,)
+    able = [c for c in candidates if any(allowed(c, settings, now, one) for one in causes)]
+    able.sort(key=lambda c: (c.waiting == (cause == HANDOVER), c.blocks, c.started_order))
     return tuple(able[: settings.movable_reported])
 
 

@@ -16,31 +16,36 @@ def serving(phase: str, present: Collection[str]) -> frozenset[str]:
     return frozenset(able or present)
 
 
-def split(replicas: int, ratio: tuple[int, int] | None) -> tuple[int, int]:
-    """(prefill, decode) replicas, at least one each; (0, 0) without a ratio or with one replica: it is mixed."""
+def split(replicas: int, ratio: tuple[int, int] | None, prefill_now: int = 0) -> tuple[int, int]:
+    """(prefill, decode) replicas, at least one each; (0, 0) without a ratio or with one replica: it is mixed.
+
+    Of two numbers that are equally close to the ratio, the one closer to what there is now.
+    """
     if ratio is None or replicas < 2:
         return 0, 0
-    prefill = round(replicas * ratio[0] / sum(ratio))
+    twice, whole = 2 * replicas * ratio[0], 2 * sum(ratio)  # the exact number is twice / whole
+    lowest, highest = -(-(twice - sum(ratio)) // whole), (twice + sum(ratio)) // whole
+    prefill = min(max(lowest, prefill_now), highest)
     prefill = min(max(1, prefill), replicas - 1)
     return prefill, replicas - prefill
 
 
-def assign(roles: Mapping[str, str], ratio: tuple[int, int] | None) -> dict[str, str]:
-    """The role of every engine, so that the split holds and as few as possible change; ties by name."""
-    prefill, decode = split(len(roles), ratio)
+def assign(
+    roles: Mapping[str, str], ratio: tuple[int, int] | None, running: Mapping[str, int] | None = None
+) -> dict[str, str]:
+    """The role of every engine, so that the split holds and as few as possible change.
+
+    Where there is a choice, those with more `running` requests decode: what a prefill engine runs has to move.
+    """
+    prefill, decode = split(len(roles), ratio, sum(role == PREFILL for role in roles.values()))
     if prefill == 0:
         return dict.fromkeys(roles, MIXED)
-    names = sorted(roles)
-    keep = {PREFILL: prefill, DECODE: decode}
-    given: dict[str, str] = {}
-    for name in names:
-        role = roles[name]
-        if keep.get(role, 0) > 0:
-            keep[role] -= 1
-            given[name] = role
-    for name in names:
+    emptiest_first = sorted(roles, key=lambda name: ((running or {}).get(name, 0), name))
+    given = dict.fromkeys([name for name in emptiest_first if roles[name] == PREFILL][:prefill], PREFILL)
+    given |= dict.fromkeys([name for name in reversed(emptiest_first) if roles[name] == DECODE][:decode], DECODE)
+    missing = prefill - sum(role == PREFILL for role in given.values())
+    for name in emptiest_first:
         if name not in given:
-            role = PREFILL if keep[PREFILL] > 0 else DECODE
-            keep[role] -= 1
-            given[name] = role
+            given[name] = PREFILL if missing > 0 else DECODE
+            missing -= 1
     return given

@@ -117,7 +117,7 @@ def trade_off(seeds: int, requests: int = 10_000) -> list[Run]:
     made = []
     for low in AUTOSCALE_LOW:
         band = LlumnixSettings(scale_low_share=low / PAPER_BLOCKS, scale_high_share=(low + 50) / PAPER_BLOCKS)
-        for name in ("llumnix_paper", "infaas"):
+        for name in ("llumnix", "llumnix_paper", "infaas"):
             how = replace(policy(name, band), name=f"{name} from {low}")
             made += [Run("L-L", how, 2.0, seed, 2.0, requests, replicas=8, autoscale=(1, 16)) for seed in range(seeds)]
     return made

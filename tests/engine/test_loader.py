@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -366,4 +368,19 @@ def test_no_config(tmp_path):
         ModelConfig.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, must divide the 4 attention heads"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 4}, "num_key_value_heads is 4, must divide the 2"),
+        ({"head_dim": 15}, "head_dim is 15, must be even"),
+    ],
+)
+def test_head_layouts_that_cannot_be_are_refused(tiny_llama: Path, tmp_path: Path, change: Any, message: str) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text()) | {"num_attention_heads": 4, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=message):
         ModelConfig.from_pretrained(tmp_path)

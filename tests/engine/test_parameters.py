@@ -27,6 +27,7 @@ HERE = "tests/engine/test_parameters.py"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG, SHORT = [7 + i % 50 for i in range(100)], [5, 6, 7]
 
+CLUSTER = "tests/integration/test_cluster_api.py"
 EFFECTS = {
     "host": "tests/integration/test_commands.py::test_blade_llm_server_serves",
     "port": "tests/integration/test_commands.py::test_blade_llm_server_serves",
@@ -57,6 +58,9 @@ EFFECTS = {
     "served_model_name": "tests/integration/test_api.py::test_models_are_listed",
     "seed": f"{HERE}::test_seed",
     "threads": f"{HERE}::test_threads",
+    "enable_llumnix": f"{CLUSTER}::test_the_parameters_of_rescheduling_have_their_effects",
+    "llumnix_config": f"{CLUSTER}::test_the_parameters_of_rescheduling_have_their_effects",
+    "kv_transfer_config": f"{CLUSTER}::test_the_parameters_of_rescheduling_have_their_effects",
 }
 
 

@@ -62,19 +62,24 @@ def another_node(num_cpus: int) -> Iterator[subprocess.Popen[bytes]]:
     ray_command = str(Path(sys.executable).parent / "ray")
     address = ray.get_runtime_context().gcs_address
     words = ("start", f"--address={address}", f"--num-cpus={num_cpus}", "--object-store-memory=80000000", "--block")
+    words += (f"--dashboard-agent-listen-port={free_port()}",)  # the usual one may belong to another cluster's node
     env = {key: value for key, value in os.environ.items() if key not in ("RAY_TMPDIR", "RAY_ADDRESS")}
-    known = {node["NodeID"] for node in ray.nodes()}
-    quiet = None if os.environ.get("FERRY_TEST_LOGS") else subprocess.DEVNULL
-    process = subprocess.Popen([ray_command, *words], env=env, stdout=quiet, stderr=quiet)
-    try:
-        wait_for(lambda: any(n["Alive"] and n["NodeID"] not in known for n in ray.nodes()), 30, "another node")
-        yield process
-    finally:
-        for child in (*psutil.Process(process.pid).children(recursive=True),) if process.poll() is None else ():
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        process.kill()
-        process.wait(10)
+    known = living_nodes()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen([ray_command, *words], env=env, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            wait_for(lambda: process.poll() is not None or living_nodes() > known, 60, "another node")
+            output.seek(0)
+            assert process.poll() is None, output.read().decode()
+            yield process
+        finally:
+            children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            process.kill()
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.wait(10)
+            wait_for(lambda: living_nodes() <= known, 60, "the end of the node")
 
 
 def stop_cluster() -> None:
@@ -82,6 +87,10 @@ def stop_cluster() -> None:
     ray.shutdown()
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def living_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 @dataclass

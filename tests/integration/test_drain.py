@@ -117,22 +117,26 @@ def test_a_node_that_is_told_to_end_lets_its_engine_drain(
     """SIGTERM to `ray start --block`, as Kubernetes ends a pod. There is no room for a replacement."""
     service, same = application, {**options(long_llama), "num_cpus_per_replica": 2}
     service.delete()
-    with another_node(num_cpus=2) as node:
-        service.apply({"num_replicas": 2}, **same)
-        service.wait_ready(replicas=2)
-        expected = undisturbed(service, calm)
-        theirs = {p.pid for p in psutil.Process(node.pid).children(recursive=True)}
-        (gone,) = [n for n, snapshot in service.snapshots().items() if snapshot["pid"] in theirs]
+    service.apply({"num_replicas": 1}, **same)
+    service.wait_ready(replicas=1)  # with ingress and manager: they stay
+    expected = undisturbed(service, calm)
+    (stays,) = service.engines()
+    try:
+        with another_node(num_cpus=2) as node:
+            service.apply({"num_replicas": 2}, **same)
+            service.wait_ready(replicas=2)
+            (gone,) = service.engines().keys() - {stays}
 
-        async def end_node(results: list[Result]) -> None:
-            await under_way(results)
-            node.terminate()
-            await asyncio.to_thread(wait_for, lambda: gone not in service.engines(), 60, "the end of its engine")
-            assert not any(result.done for result in results)
+            async def end_node(results: list[Result]) -> None:
+                await under_way(results)
+                node.terminate()
+                await asyncio.to_thread(wait_for, lambda: gone not in service.engines(), 60, "the end of its engine")
+                assert not any(result.done for result in results)
 
-        with service.paced(STEP_S):
-            assert run_streams(service.url, bodies(STREAMS, TOKENS), end_node) == expected
-        (receipt,) = receipts(service, 1)
-        assert receipt["engine"] == gone
-        assert_moved_uncut([receipt])
-    service.delete()
+            with service.paced(STEP_S):
+                assert run_streams(service.url, bodies(STREAMS, TOKENS), end_node) == expected
+            (receipt,) = receipts(service, 1)
+            assert receipt["engine"] == gone
+            assert_moved_uncut([receipt])
+    finally:
+        service.delete()

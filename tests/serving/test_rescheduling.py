@@ -49,7 +49,7 @@ def test_what_the_manager_is_told_means_what_was_asked_for() -> None:
 
 
 def test_the_size_of_a_batch() -> None:
-    assert KVTransfer().batch_bytes(1 << 20) == BATCH_BYTES == 8 << 20
+    assert KVTransfer().batch_bytes(1 << 20) == BATCH_BYTES == 4 << 20
     assert KVTransfer().batch_bytes(9 << 20) == 9 << 20
     assert KVTransfer(batch_size=3).batch_bytes(100) == 300
     assert [KVTransfer(batch_size=size).last_blocks(2) for size in (0, 1, 2, 3, 9)] == [2, 0, 1, 2, 2]

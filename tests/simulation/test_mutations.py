@@ -14,7 +14,6 @@ from engine.scheduler import Scheduler
 from llumnix.migration import Commit, End, Outcome, Outgoing
 from serving import move_destination
 from serving.engine_node import EngineNode
-from serving.move_destination import MoveDestination
 from serving.move_source import MoveSource
 from serving.outbox import Outboxes
 from serving.tracker import Tracker
@@ -33,12 +32,6 @@ def takes_back(patch: Patch) -> None:
 def goes_on(patch: Patch) -> None:
     """A source goes on with a request that has moved."""
     patch.setattr(Outgoing, "owned", lambda self: End(Outcome.ABORTED, ""))
-
-
-def forgets_history(patch: Patch) -> None:
-    """A destination does not repeat what the ingress may lack."""
-    announce = MoveDestination._announce
-    patch.setattr(MoveDestination, "_announce", lambda self, record, epoch, history: announce(self, record, epoch, []))
 
 
 def decides_again(patch: Patch) -> None:
@@ -146,7 +139,6 @@ def keeps_the_epoch(patch: Patch) -> None:
 MUTATIONS: list[tuple[Callable[[Patch], None], list[str]]] = [  # with the faults that show it; none: a calm run does
     (takes_back, ["commit_reply_lost"] * 3),
     (goes_on, []),
-    (forgets_history, []),
     (decides_again, ["commit_twice"]),
     (submits_again, ["two_managers"]),
     (says_nothing, ["commit_lost"]),

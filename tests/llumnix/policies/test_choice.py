@@ -124,3 +124,13 @@ def test_a_report_lists_the_cheapest_that_may_move(seed: int) -> None:
     dearest = max((not r.waiting, r.blocks) for r in shown)
     assert all((not r.waiting, r.blocks) >= dearest for r in may if r not in shown)
     assert len(listed(requests, replace(chosen, movable_reported=64), 100.0, DRAIN)) == 30
+
+
+def test_an_engine_that_hands_over_hides_nobody() -> None:
+    """Neither behind a queue, nor for its class or a move just now: each of them has to go."""
+    queue = [movable(f"q{i}", blocks=1, waiting=True, started_order=i) for i in range(20)]
+    high = movable("high", priority=-1, blocks=90)
+    fresh = movable("fresh", blocks=80, last_moved=99.9)
+    found = listed([*queue, high, fresh], DEFAULTS, 100.0, HANDOVER)
+    assert [m.id for m in found[:2]] == ["fresh", "high"] and len(found) == DEFAULTS.movable_reported
+    assert all(m.waiting for m in listed([*queue, high, fresh], DEFAULTS, 100.0))

@@ -33,7 +33,9 @@ def test_who_serves_a_phase(present: set[str], prefill: set[str], decode: set[st
         (8, (1, 3), (2, 6)),
         (2, (1, 9), (1, 1)),
         (2, (9, 1), (1, 1)),
-        (3, (1, 1), (2, 1)),
+        (3, (1, 1), (1, 2)),
+        (5, (1, 1), (2, 3)),
+        (3, (5, 1), (2, 1)),
         (1, (1, 1), (0, 0)),
         (0, (1, 1), (0, 0)),
         (8, None, (0, 0)),
@@ -50,13 +52,41 @@ def test_roles_are_assigned_with_the_fewest_changes(seed: int) -> None:
     roles = {f"e{i}": rng.choice([PREFILL, DECODE, MIXED]) for i in range(rng.randrange(2, 20))}
     ratio = (rng.randrange(1, 5), rng.randrange(1, 5))
     made = assign(roles, ratio)
-    prefill, decode = split(len(roles), ratio)
+    prefill, decode = split(len(roles), ratio, sum(role == PREFILL for role in roles.values()))
     count = {role: sum(r == role for r in made.values()) for role in (PREFILL, DECODE, MIXED)}
     assert count == {PREFILL: prefill, DECODE: decode, MIXED: 0}
     old = {role: sum(r == role for r in roles.values()) for role in (PREFILL, DECODE)}
     kept = sum(made[name] == roles[name] for name in roles)
     assert kept == min(old[PREFILL], prefill) + min(old[DECODE], decode)
     assert assign(made, ratio) == made
+
+
+@pytest.mark.parametrize("now, expected", [(0, 1), (1, 1), (2, 2), (3, 2)])
+def test_between_two_splits_the_one_there_is_stays(now: int, expected: int) -> None:
+    assert split(3, (1, 1), now) == (expected, 3 - expected)
+    assert split(4, (1, 1), now) == (2, 2)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_roles_stay_while_engines_come_and_go(seed: int) -> None:
+    """A rolling update at 1:1, one engine more at a time: a newcomer changes nobody, a loss one engine at most."""
+    rng = random.Random(seed)
+    names = iter(rng.sample([f"e{i}" for i in range(100)], 12))
+    roles = assign({next(names): MIXED for _ in range(4)}, (1, 1))
+    for old in rng.sample(sorted(roles), 4):
+        grown = assign({**roles, next(names): MIXED}, (1, 1))
+        shrunk = assign({name: role for name, role in grown.items() if name != old}, (1, 1))
+        assert all(grown[name] == role for name, role in roles.items())
+        assert sum(grown[name] != role for name, role in shrunk.items()) <= 1
+        roles = shrunk
+
+
+def test_whoever_has_the_most_to_lose_decodes() -> None:
+    both = {"a": MIXED, "b": MIXED}
+    assert assign(both, (1, 1), {"a": 5}) == {"a": DECODE, "b": PREFILL}
+    assert assign(both, (1, 1), {"b": 5}) == {"a": PREFILL, "b": DECODE}
+    all_decode = {"a": DECODE, "b": DECODE, "c": DECODE}
+    assert assign(all_decode, (1, 2), {"a": 3, "b": 1, "c": 2}) == {"a": DECODE, "b": PREFILL, "c": DECODE}
 
 
 def test_without_a_ratio_or_alone_everyone_is_mixed() -> None:

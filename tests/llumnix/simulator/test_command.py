@@ -172,7 +172,7 @@ def test_savings_at_equal_latency_are_read_off_the_baselines_points() -> None:
     (found,) = comparison.saved_at_equal_latency(made)
     assert (found["INFaaS++"], found["fewer"]) == ("11.0", "20%")
     made[2]["prefill_p99_s"] = 5.0
-    assert comparison.saved_at_equal_latency(made)[0]["fewer"] == "at least 27%"
+    assert comparison.saved_at_equal_latency(made)[0]["fewer"] == "27% or more"
 
 
 def test_find_wants_exactly_one_row() -> None:
