@@ -37,6 +37,11 @@ def bodies(count: int, max_tokens: int, model: str = "tiny") -> list[dict[str, A
     return made
 
 
+def client_of(url: str) -> httpx.AsyncClient:
+    """With as many connections as it takes."""
+    return httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None))
+
+
 async def stream(client: httpx.AsyncClient, body: dict[str, Any], result: Result) -> Result:
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -74,8 +79,7 @@ def run_streams(
     """All at once; `meanwhile` runs beside them and sees the results grow."""
 
     async def run() -> list[Result]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        async with client_of(url) as client:
             results = [Result() for _ in requests]
             tasks = [stream(client, body, result) for body, result in zip(requests, results, strict=True)]
             others = [meanwhile(results)] if meanwhile else []
