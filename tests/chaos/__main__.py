@@ -10,7 +10,6 @@ import argparse
 import secrets
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 from rich.console import Console
