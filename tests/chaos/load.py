@@ -103,16 +103,18 @@ class Load:
         else:
             whole = result == wanted and result.logprobs == wanted.logprobs
         if not whole:
-            self.lost.append(f"request {number}: {difference(result, wanted)}")
+            self.lost.append(f"request {number}: {difference(result, wanted, cancelled)}")
 
 
-def difference(result: Result, wanted: Result) -> str:
+def difference(result: Result, wanted: Result, cancelled: bool = False) -> str:
     """What is wrong with a stream, in a line."""
     if result.error is not None:
         return f"after {result.chunks} chunks the error {result.error}"
-    if not result.done and result.finish_reason is None:
-        return f"it ended without a word after {result.chunks} chunks"
     for i, (got, right) in enumerate(zip(result.tokens, wanted.tokens)):
         if got != right:
             return f"token {i} is {got!r}, must be {right!r}"
-    return f"{result} instead of {wanted}"
+    if not cancelled and not result.done:
+        return f"it ended without a word after {result.chunks} chunks"
+    if result.logprobs != wanted.logprobs[: len(result.logprobs)]:
+        return "its logprobs differ"
+    return f"text {result.text!r}, must be {wanted.text!r}; {result.finish_reason}, must be {wanted.finish_reason}"
