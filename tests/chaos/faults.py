@@ -198,11 +198,11 @@ class Faults:
         """Redeploy everything for a harmless change, engine by engine."""
         self.updates += 1
         self.options["request_timeout_s"] = 3600 + self.updates
-        return await self._settled_then_deploy("rolling update")
+        return await self._redeploy("rolling update")
 
     async def change_replicas(self) -> bool:
         self.replicas = 5 - self.replicas
-        return await self._settled_then_deploy(f"scaled to {self.replicas}")
+        return await self._redeploy(f"scaled to {self.replicas}")
 
     async def change_roles(self) -> bool:
         """Prefill and decode replicas, or every replica mixed."""
@@ -212,7 +212,7 @@ class Faults:
         self.injected["roles given" if ratio != "none" else "roles taken back"] += 1
         return True
 
-    async def _settled_then_deploy(self, name: str) -> bool:
+    async def _redeploy(self, name: str) -> bool:
         await self.deploy()
         self.injected[name] += 1
         return True
