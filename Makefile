@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 SEEDS ?= 20000
+MINUTES ?= 10
 VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/smollm2.yaml
@@ -11,7 +12,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(INDEX)
 
-.PHONY: serve install install-test test test-full test-torch simtest lint bench bench-llumnix docs clean
+.PHONY: serve install install-test test test-full test-torch simtest chaos lint bench bench-llumnix docs clean
 
 serve: install
 	$(BIN)/ferry serve $(CONFIG)
@@ -33,6 +34,10 @@ test-torch: install-test
 # The protocol under many more seeds than the suite's
 simtest: install-test
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+# Random faults on a real service under streaming load
+chaos: install-test
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES)
 
 lint: install-test
 	$(BIN)/ruff check .

@@ -200,12 +200,26 @@ class EngineClient:
         home = self.links.get(effect.prefer or "")
         if home is not None and (home.report.state != READY or home.id in effect.exclude or home.report.waiting):
             home = None
-        engine = self.dispatcher.choose(
-            request.prompt, request.output, request.priority, effect.exclude, now, home.id if home else None
-        )
+        silent = self._silent(now)
+        if home is not None and home.id in silent:
+            home = None
+        engine = None
+        for exclude in (effect.exclude | silent, effect.exclude) if silent else (effect.exclude,):
+            engine = self.dispatcher.choose(
+                request.prompt, request.output, request.priority, exclude, now, home.id if home else None
+            )
+            if engine is not None:
+                break
         if engine is None:
             return self.tracker.unassigned(effect.id, now)
         return self.tracker.assigned(effect.id, engine, now)
+
+    def _silent(self, now: float) -> frozenset[str]:
+        """Engines that have not answered for a while: their last report may still look good, but nothing new goes
+        there as long as others answer."""
+        limit = self.config.lease_s / 2
+        since = {link.id: link.unanswered_since for link in self.links.values()}
+        return frozenset(name for name, when in since.items() if when is not None and now - when > limit)
 
     async def _send(self, engine: str, message: dict[str, Any]) -> None:
         try:

@@ -21,7 +21,7 @@ from zlib import crc32
 from ray import serve
 
 from engine.config import ConfigError
-from llumnix.load import DRAINING, MIXED, PROTOCOL_VERSION, READY
+from llumnix.load import DRAINING, PROTOCOL_VERSION, READY
 from llumnix.manager import GONE_S, ClusterView, Member
 from llumnix.policies.choice import DRAIN, OPERATOR
 from llumnix.policies.roles import assign
@@ -33,6 +33,7 @@ from serving.logs import configure_logging
 from serving.metrics import Family, render
 from serving.move_metrics import Downtimes, move_families
 from serving.receipt import receipt_line
+from serving.reporting import HEARTBEAT_S
 from serving.rescheduling import parse_user_config
 
 logger = logging.getLogger("ferry.manager")
@@ -43,6 +44,7 @@ REQUEST_KEYS = ("id", "status", "priority", "tokens")  # of a request in /cluste
 LOGGED = ("request_id", "source", "destination", "cause", "mechanism", "outcome", "reason", "duration_ms", "held_ms")
 GAPS_S = 2.0  # after a drain, until its ingresses have told of the gaps they saw
 KEPT_DRAINS = 50
+SETTLE_S = 2 * HEARTBEAT_S  # after the first report, until even idle engines have told of theirs
 GATHER_S = 0.05  # between answers to an ingress: changes that come meanwhile are answered together
 
 
@@ -67,6 +69,7 @@ class Manager:
         self.configured = False
         self.settings_error = ""  # why the newest user_config is not in force
         self.roles: dict[str, str] = {}
+        self.settled_at = 0.0  # when roles may be assigned
         self.sources: dict[str, tuple[float, list[Family]]] = {}  # process -> when, its metrics
         self.changed = asyncio.Event()
         self.downtimes = Downtimes()
@@ -94,6 +97,7 @@ class Manager:
     async def report(self, message: dict[str, Any]) -> dict[str, Any]:
         """A load report of an engine, with its metrics now and then."""
         if self.pairing is None:  # whoever reports first finds a running loop
+            self.settled_at = clock.now() + SETTLE_S
             self.pairing = asyncio.get_running_loop().create_task(self._pair())
         before = self.cluster.version
         drained_before = self._drains(message["engine"])
@@ -103,7 +107,8 @@ class Manager:
         if "metrics" in message:
             self._take_metrics(message["engine"], message["metrics"])
         self._notify(before)
-        answer["role"] = self.roles.get(message["engine"], MIXED)
+        if message["engine"] in self.roles:  # else it keeps what it has: this manager may have just started
+            answer["role"] = self.roles[message["engine"]]
         if message.get("settings") != self.settings_version:
             answer["settings"] = self.rescheduler.settings.to_message()
             answer["settings_version"] = self.settings_version
@@ -244,8 +249,15 @@ class Manager:
         return member is not None and member.report.state == DRAINING and bool(member.report.movable)
 
     def _assign_roles(self) -> None:
-        live = {m.report.engine: m.report.role for m in self.cluster.members.values() if m.report.state == READY}
-        self.roles = assign(live, parse_ratio(self.rescheduler.settings.pd_ratio))
+        """From what the engines say they are, once all that are there have said it."""
+        if clock.now() < self.settled_at:
+            return
+        live = [member.report for member in self.cluster.members.values() if member.report.state == READY]
+        self.roles = assign(
+            {report.engine: self.roles.get(report.engine, report.role) for report in live},
+            parse_ratio(self.rescheduler.settings.pd_ratio),
+            {report.engine: report.running for report in live},
+        )
 
     async def _carry_out(self, command: Command, more: dict[str, Any]) -> list[dict[str, Any]]:
         """Send a command to its source and take in what it did: its moves."""

@@ -129,16 +129,20 @@ class Service:
         self.options = options
         serve.run(build(args), name=APP_NAME, route_prefix="/", blocking=False)
 
-    def apply(self, engines: dict[str, Any], **options: Any) -> None:
-        """Deploy as `serve deploy` does, with `engines` as Serve's options of the deployment Engine; returns when Serve
-        has taken note. Options that have not changed leave everything running."""
+    def apply(self, engines: dict[str, Any], manager: dict[str, Any] | None = None, **options: Any) -> None:
+        """Deploy as `serve deploy` does, with `engines` as Serve's options of the deployment Engine and `manager` as
+        the Manager's user_config; returns when Serve has taken note. Options that have not changed leave everything
+        running."""
         args = {**self.defaults, **options}
+        deployments: list[dict[str, Any]] = [{"name": "Engine", **engines}]
+        if manager is not None:
+            deployments.append({"name": "Manager", "user_config": manager})
         application = {
             "name": APP_NAME,
             "route_prefix": "/",
             "import_path": "serving.app:build",
             "args": args,
-            "deployments": [{"name": "Engine", **engines}],
+            "deployments": deployments,
         }
         if "deployments" not in self.options:
             self.delete()
@@ -210,6 +214,14 @@ class Service:
         actors = self.engines()
         results = ray.get([actor.__ray_call__.remote(call) for actor in actors.values()], timeout=10)
         return dict(zip(actors, results, strict=True))
+
+    def manager_pid(self) -> int:
+        """The manager's process: Ray names processes after the actor they host."""
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if "ServeReplica:llm:Manager" in " ".join(process.cmdline()):
+                    return process.pid
+        raise AssertionError("no manager process")
 
     def open_requests(self) -> int:
         return sum(len(snapshot["requests"]) for snapshot in self.snapshots().values())

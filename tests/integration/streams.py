@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,11 @@ class Result:
     completion_tokens: int | None = None
     error: dict[str, Any] | None = None
     done: bool = False
+    logprobs: list[float] = field(default_factory=list, compare=False)  # have the same bits in bfloat16 only
+    status: int = field(default=0, compare=False)  # of HTTP
     chunks: int = field(default=0, compare=False)
+    chunk_at: float = field(default=0.0, compare=False)  # when the last one came
+    worst_gap_s: float = field(default=0.0, compare=False)  # between two
 
 
 def bodies(count: int, max_tokens: int, model: str = "tiny") -> list[dict[str, Any]]:
@@ -37,9 +42,15 @@ def bodies(count: int, max_tokens: int, model: str = "tiny") -> list[dict[str, A
     return made
 
 
+def client_of(url: str) -> httpx.AsyncClient:
+    """With as many connections as it takes."""
+    return httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None))
+
+
 async def stream(client: httpx.AsyncClient, body: dict[str, Any], result: Result) -> Result:
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with client.stream("POST", "/v1/completions", json=body) as response:
+        result.status = response.status_code
         if response.status_code != 200:
             result.error = json.loads(await response.aread())["error"]
             return result
@@ -56,7 +67,10 @@ def _take(result: Result, chunk: dict[str, Any]) -> None:
     if "error" in chunk:
         result.error = chunk["error"]
         return
-    result.chunks += 1
+    now = time.monotonic()
+    if result.chunks:
+        result.worst_gap_s = max(result.worst_gap_s, now - result.chunk_at)
+    result.chunks, result.chunk_at = result.chunks + 1, now
     if chunk.get("usage"):
         result.completion_tokens = chunk["usage"]["completion_tokens"]
     for choice in chunk["choices"]:
@@ -64,6 +78,7 @@ def _take(result: Result, chunk: dict[str, Any]) -> None:
         result.finish_reason = choice["finish_reason"] or result.finish_reason
         if choice["logprobs"]:
             result.tokens += choice["logprobs"]["tokens"]
+            result.logprobs += choice["logprobs"]["token_logprobs"]
 
 
 def run_streams(
@@ -74,8 +89,7 @@ def run_streams(
     """All at once; `meanwhile` runs beside them and sees the results grow."""
 
     async def run() -> list[Result]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        async with client_of(url) as client:
             results = [Result() for _ in requests]
             tasks = [stream(client, body, result) for body, result in zip(requests, results, strict=True)]
             others = [meanwhile(results)] if meanwhile else []

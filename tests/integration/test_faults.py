@@ -113,7 +113,7 @@ def test_a_killed_ingress_leaves_nothing_behind(service: Service) -> None:
 
 def test_nobody_notices_a_killed_manager(service: Service, calm: list[Result]) -> None:
     expected = undisturbed(service, calm)
-    pid = manager_pid()
+    pid = service.manager_pid()
 
     async def kill(results: list[Result]) -> None:
         await under_way(results)
@@ -122,21 +122,8 @@ def test_nobody_notices_a_killed_manager(service: Service, calm: list[Result]) -
     assert run_streams(service.url, bodies(STREAMS, TOKENS), kill) == expected
     assert run_streams(service.url, bodies(STREAMS, TOKENS)) == expected  # new requests, perhaps before it is back
     wait_for(lambda: service.num_ready() == 2, 20, "a manager that knows both engines")
-    assert manager_pid() != pid
+    assert service.manager_pid() != pid
 
 
 def requests_of(service: Service, ingress: str) -> int:
     return sum(r["client"] == ingress for s in service.snapshots().values() for r in s["requests"])
-
-
-def manager_pid() -> int:
-    """The manager's process: Ray names processes after the actor they host."""
-    for process in psutil.process_iter(["cmdline"]):
-        command = " ".join(process.info["cmdline"] or [])
-        if "ServeReplica:llm:Manager" in command and process.ppid() in {p.pid for p in ours()}:
-            return process.pid
-    raise AssertionError("no manager process")
-
-
-def ours() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)

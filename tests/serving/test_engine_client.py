@@ -304,3 +304,29 @@ async def test_a_stream_that_is_silent_without_having_broken_is_opened_again() -
         assert await harness.generate() == [50, 51, 52]
         assert engine.opened == 2
         assert harness.client.tracker.resumed == 0
+
+
+async def test_nothing_new_goes_to_an_engine_that_does_not_answer_while_another_does() -> None:
+    hung, other = FakeEngine("a"), FakeEngine("b")  # a is the first choice
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    hung.add = hung.renew = Method(never)
+    async with Harness(hung, other, lease_s=0.6) as harness:
+        await harness.until_ready()
+        caught = asyncio.create_task(harness.generate("caught"))
+        link = harness.client.links["a"]
+        await until(lambda: link.unanswered_since is not None)
+        clock = asyncio.get_running_loop().time
+        await until(lambda: clock() - link.unanswered_since > dispatch.BOOKING_S + 0.1)
+        assert "a" in harness.client.links, "it is not given up yet"
+        assert await harness.generate("new") == [50, 51, 52] and list(other.submitted) == ["new"]
+        assert await caught == [50, 51, 52], "in the end it is"
+
+    alone = FakeEngine("a")
+    alone.renew = Method(never)
+    async with Harness(alone, lease_s=0.4) as harness:
+        await harness.until_ready()
+        harness.client.links["a"].unanswered_since = clock() - 0.3
+        assert await harness.generate("new") == [50, 51, 52], "there is no other"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.config import ConfigError
-from llumnix.load import READY, LoadReport
+from llumnix.load import DECODE, MIXED, PREFILL, READY, LoadReport
 from llumnix.rescheduler import COMMAND_TIMEOUT_S
 from llumnix.settings import DEFAULTS, LlumnixSettings
 from serving import manager
@@ -105,6 +105,41 @@ async def test_settings_go_to_those_who_have_others() -> None:
     view = await served.view(-1, [])
     assert view["settings"] == answer["settings"] and view["settings_version"] == version
     assert "settings" not in await served.view(-1, [], version)
+
+
+# Roles
+
+
+def in_role(engine: str, sequence: int, role: str, running: int = 0) -> dict[str, Any]:
+    load = LoadReport(engine, 1.0, sequence, state=READY, role=role, running=running)
+    return {**load.to_message(), "actor": f"handle of {engine}"}
+
+
+async def test_a_new_manager_leaves_the_roles_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name alone, or before all have reported, a would become the one that prefills."""
+    now = 100.0
+    monkeypatch.setattr(manager.clock, "now", lambda: now)
+    served = PLAIN()
+    served.reconfigure({"llumnix": {"pd_ratio": "1:1"}})
+    assert "role" not in await served.report(in_role("a", 1, DECODE, running=9))
+    served._assign_roles()
+    assert "role" not in await served.report(in_role("a", 2, DECODE, running=9))
+    await served.report(in_role("b", 1, PREFILL))
+    now += manager.SETTLE_S
+    served._assign_roles()
+    assert (await served.report(in_role("a", 3, DECODE, running=9)))["role"] == DECODE
+    assert (await served.report(in_role("b", 2, PREFILL)))["role"] == PREFILL
+
+
+async def test_a_role_that_was_given_stays_though_the_engine_has_not_heard_of_it() -> None:
+    served = PLAIN()
+    served.reconfigure({"llumnix": {"pd_ratio": "1:1"}})
+    for sequence, (first, second) in enumerate([(1, 0), (0, 1), (1, 0)], 1):
+        await served.report(in_role("a", sequence, MIXED, first))
+        await served.report(in_role("b", sequence, MIXED, second))
+        served.settled_at = 0.0
+        served._assign_roles()
+        assert served.roles == {"a": DECODE, "b": PREFILL}
 
 
 # What operators see
