@@ -7,6 +7,8 @@ from typing import Any
 
 from serving.openai.errors import APIError, bad_request, shown
 
+SNAPSHOT_TIMEOUT_S = 1.0  # an engine's time to tell of its requests; one that does not is shown without them
+
 
 def parse_move(body: bytes) -> tuple[str, str]:
     """(request, destination) of a body {"request_id": str, "destination": str}. Raises APIError 400."""

@@ -393,7 +393,7 @@ class EngineNode:
 
     async def _keep_leases(self) -> None:
         while True:
-            await asyncio.sleep(min(0.5, self.config.lease_s / 4))
+            await asyncio.sleep(min(1.0, self.config.lease_s / 4))
             try:
                 self._expire()
             except Exception:
@@ -406,9 +406,11 @@ class EngineNode:
             logger.warning("request %s ended: its ingress has been silent for %g s", request_id, self.config.lease_s)
             self.thread.post(partial(self._abort, request_id, epoch))
         for name in before:
-            self.wake(name)
-        for name in before - set(self.outboxes.clients):
-            self.wakeups.pop(name, None)
+            if name not in self.outboxes.clients:
+                self.wake(name)
+                self.wakeups.pop(name, None)
+            elif self.outboxes.clients[name].pending:
+                self.wake(name)
 
     def _report(self, sequence: int) -> tuple[dict[str, Any], list[Any]]:
         """The load report and the metrics that go to the manager."""

@@ -26,7 +26,7 @@ from engine.text.tokenizer import load_tokenizer
 from llumnix.rescheduler import COMMAND_TIMEOUT_S
 from serving.api import Answer, Api
 from serving.application import application_is_going
-from serving.cluster_api import move_error, parse_move
+from serving.cluster_api import SNAPSHOT_TIMEOUT_S, move_error, parse_move
 from serving.engine_client import EngineClient
 from serving.http import EventStream, error_response, http_exception, priority_of, read_body
 from serving.ingress_metrics import IngressMetrics, dispatch_family
@@ -46,11 +46,13 @@ KEPT_DOWNTIMES = 1000
 
 async def answer_of(call: Awaitable[T], timeout_s: float | None = None) -> T:
     """The manager's answer. Raises APIError 503 when it is down or slow: nobody waits for it without a limit."""
+    timeout_s = timeout_s or MANAGER_TIMEOUT_S
     try:
-        return await asyncio.wait_for(call, timeout_s or MANAGER_TIMEOUT_S)
+        return await asyncio.wait_for(call, timeout_s)
+    except TimeoutError:
+        raise unavailable(f"the manager does not answer within {timeout_s:g} s", 1.0) from None
     except Exception as error:
-        logger.debug("no answer from the manager: %s", type(error).__name__)
-        raise unavailable("the manager does not answer", 1.0) from None
+        raise unavailable(f"the manager does not answer: {type(error).__name__}", 1.0) from None
 
 
 # Everything the routes use is defined or imported above the class: Serve pickles the application at its decoration.
@@ -116,7 +118,7 @@ class Ingress:
 
     async def cluster(self) -> dict[str, Any]:
         """Every engine with its state, blocks and freeness, as the manager sees them. Raises APIError 503."""
-        return await answer_of(self.manager.snapshot.remote())
+        return await answer_of(self.manager.snapshot.remote(), SNAPSHOT_TIMEOUT_S + MANAGER_TIMEOUT_S)
 
     async def migrate(self, request_id: str, destination: str, **options: Any) -> dict[str, Any]:
         """Move a running request to another replica; the move, as in cluster(). Raises APIError 404, 409 or 503.

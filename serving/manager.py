@@ -29,6 +29,7 @@ from llumnix.rescheduler import COMMAND_TIMEOUT_S, Command, Rescheduler
 from llumnix.settings import DEFAULTS, LlumnixSettings, parse_ratio
 from llumnix.transfer import KVTransfer
 from serving import clock
+from serving.cluster_api import SNAPSHOT_TIMEOUT_S
 from serving.logs import configure_logging
 from serving.metrics import Family, render
 from serving.move_metrics import Downtimes, move_families
@@ -39,7 +40,6 @@ from serving.rescheduling import parse_user_config
 logger = logging.getLogger("ferry.manager")
 
 POLL_S = 1.0
-SNAPSHOT_TIMEOUT_S = 1.0
 REQUEST_KEYS = ("id", "status", "priority", "tokens")  # of a request in /cluster
 LOGGED = ("request_id", "source", "destination", "cause", "mechanism", "outcome", "reason", "duration_ms", "held_ms")
 GAPS_S = 2.0  # after a drain, until its ingresses have told of the gaps they saw

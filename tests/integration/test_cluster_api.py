@@ -202,14 +202,14 @@ def test_without_a_manager_operators_are_told_so(service: Service, capsys: pytes
     (pid,) = (pid for pid, name in processes().items() if "Manager" in name)
     os.kill(pid, signal.SIGSTOP)
     try:
-        for response in (
-            httpx.get(f"{service.url}/cluster", timeout=10),
-            migrate(service, request_id="r", destination="d"),
+        for limit_s, response in (
+            (3, httpx.get(f"{service.url}/cluster", timeout=10)),
+            (2, migrate(service, request_id="r", destination="d")),
         ):
             assert response.status_code == 503 and response.headers["Retry-After"] == "1"
-            assert error_of(response) == "the manager does not answer"
+            assert error_of(response) == f"the manager does not answer within {limit_s} s"
         assert main.main(["top", "--once", "--url", service.url]) == 1
-        assert "answers 503: the manager does not answer" in capsys.readouterr().err
+        assert "answers 503: the manager does not answer within 3 s" in capsys.readouterr().err
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_for(lambda: service.num_ready() == 2, 20, "a manager that knows both engines")

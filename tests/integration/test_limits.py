@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,16 +96,18 @@ def test_a_full_queue_is_an_http_429_that_disturbs_nobody(two_seats: Service) ->
 def occupied(*loads: tuple[Any, list[int]]) -> Iterator[None]:
     """Long requests straight to engines, of an ingress that does not exist: (actor, lengths of their prompts)."""
     params = SamplingParams(max_tokens=400, ignore_eos=True).to_dict()
+    held: list[tuple[Any, str]] = []
     for actor, lengths in loads:
-        for index, length in enumerate(lengths):
-            message = {"client": "test", "id": f"held-{index}", "prompt": [7] * length, "params": params}
+        for length in lengths:
+            name = f"held-{uuid.uuid4().hex}"  # an engine takes no request that it once ended
+            message = {"client": "test", "id": name, "prompt": [7] * length, "params": params}
             ray.get(actor.add.remote({**message, "epoch": [0, 0]}), timeout=10)
+            held.append((actor, name))
     try:
         yield
     finally:
-        for actor, lengths in loads:
-            held = [(f"held-{index}", [0, 0]) for index in range(len(lengths))]
-            ray.get(actor.abort.remote("test", held), timeout=10)
+        for actor, name in held:
+            ray.get(actor.abort.remote("test", [(name, [0, 0])]), timeout=10)
 
 
 def test_priority_reorders_the_queue(two_seats: Service) -> None:
