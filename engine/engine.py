@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.executor import Executor
 from engine.kv import BlockPool
+from engine.kv_cache import Slabs
 from engine.request import Epoch, Request, Status, seed_of
 from engine.sampling.params import SamplingParams
 from engine.scheduler import Event, Scheduler, SchedulerConfig
@@ -164,7 +165,7 @@ class Engine:
         self.verifier.interrupt()
         return self.scheduler.reserve(key, num_blocks, request_id, tokens)
 
-    def write_reserved(self, key: str, first: int, data: np.ndarray) -> None:
+    def write_reserved(self, key: str, first: int, data: Slabs) -> None:
         """Put slabs into reserved blocks [first, first + len(data)). Raises scheduler.Refused without that promise."""
         blocks = self.scheduler.reservations.fill(key, first, len(data))
         try:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.kv_cache import Slabs
 from engine.step import StepPlan, StepResult
 
 
@@ -26,7 +27,12 @@ class Executor(Protocol):
         """
         ...
 
-    def write_blocks(self, blocks: list[int], data: np.ndarray) -> None:
+    def view_blocks(self, blocks: list[int]) -> Slabs:
+        """KV block slabs where they lie, read-only; copies where this process cannot see
+        them. For who copies them at once, on the terms of `read_blocks`."""
+        ...
+
+    def write_blocks(self, blocks: list[int], data: Slabs) -> None:
         """Fill KV blocks with slabs. On any thread, also during a step; only blocks no sequence of a plan uses."""
         ...
 

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Slabs = np.ndarray | list[np.ndarray]  # blocks: uint8 [count, block_bytes], or as many of [block_bytes]
+
 
 @dataclass(frozen=True)
 class KVFormat:
@@ -92,10 +94,22 @@ class KVCache:
             np.copyto(row, self._bytes[block])  # without the GIL, and without torch's threads
         return data
 
-    def write(self, blocks: list[int], data: np.ndarray) -> None:
-        """Fill blocks with slabs read elsewhere; `data` may be read-only. On any thread; one pass over the bytes."""
-        if data.shape != (len(blocks), self.format.block_bytes):
-            raise ValueError(f"slabs of shape {data.shape} for {len(blocks)} blocks of {self.format.block_bytes} bytes")
+    def views(self, blocks: list[int]) -> Slabs:
+        """Some blocks where they lie, read-only; on other devices copies."""
+        if self._bytes is None:
+            return self.read(blocks)
+        rows = [self._bytes[block] for block in blocks]
+        for row in rows:
+            row.flags.writeable = False
+        return rows
+
+    def write(self, blocks: list[int], data: Slabs) -> None:
+        """Fill blocks with slabs read elsewhere, perhaps read-only. On any thread; one
+        pass over the bytes. Raises ValueError for slabs of another number or size."""
+        shapes = {row.shape for row in data} - {(self.format.block_bytes,)}
+        if len(data) != len(blocks) or shapes:
+            found = f"{len(data)} slabs of shape {shapes.pop() if shapes else (self.format.block_bytes,)}"
+            raise ValueError(f"{found} for {len(blocks)} blocks of {self.format.block_bytes} bytes")
         if self._bytes is None:
             self.slabs[torch.tensor(blocks, dtype=torch.int64)] = torch.from_numpy(np.array(data)).to(self.slabs.device)
             return

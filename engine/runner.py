@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.context import reset_context, set_context
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVCache, Slabs
 from engine.sampling.params import SamplingParams
 from engine.sampling.penalties import Penalties
 from engine.sampling.sampler import Sampler, SampleRow
@@ -84,7 +84,10 @@ class ModelRunner:
     def read_blocks(self, blocks: list[int]) -> np.ndarray:
         return self.kv.read(blocks)
 
-    def write_blocks(self, blocks: list[int], data: np.ndarray) -> None:
+    def view_blocks(self, blocks: list[int]) -> Slabs:
+        return self.kv.views(blocks)
+
+    def write_blocks(self, blocks: list[int], data: Slabs) -> None:
         self.kv.write(blocks, data)
 
     def pool_memory(self) -> tuple[int, int, str]:

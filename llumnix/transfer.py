@@ -13,7 +13,7 @@ from llumnix.settings import coerce, declared, setting, strict
 ASYNC, SYNC = "async", "sync"
 NONE, ZLIB = "none", "zlib"
 COMPRESSIONS = (NONE, ZLIB)
-OBJECT_STORE, NIXL = "object_store", "nixl"
+AUTO, OBJECT_STORE, PROCESS_MEMORY, NIXL = "auto", "object_store", "process_memory", "nixl"
 BATCH_BYTES = 4 << 20  # of one transfer where batch_size says nothing
 
 
@@ -33,9 +33,10 @@ class KVTransfer:
 
     transport: str = setting(
         "str",
-        OBJECT_STORE,
+        AUTO,
+        "auto: between CPU engines of one host the destination reads the source's memory, else object_store; "
         "object_store: Ray's, everywhere; nixl: the destination reads from the source's memory (needs the extra nixl)",
-        choices=(OBJECT_STORE, NIXL),
+        choices=(AUTO, OBJECT_STORE, NIXL),
     )
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ from serving.move_destination import MoveDestination
 from serving.move_source import MoveSource, movable
 from serving.nixl_transport import NixlTransport
 from serving.outbox import Outboxes
+from serving.process_memory import ProcessMemory
 from serving.reporting import Reporter
 
 logger = logging.getLogger("ferry.engine_actor")
@@ -85,6 +87,7 @@ class EngineNode:
         self.thread = EngineThread(self._build, self._on_events, self._on_failure, self._on_look)
         self.copy: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
         self._nixl: NixlTransport | None = None
+        self._process_memory: ProcessMemory | None = None
         self.giving = MoveSource(self)
         self.taking = MoveDestination(self)
 
@@ -104,7 +107,7 @@ class EngineNode:
             raise ValueError(f"the engine cannot start: {reason}") from None
         self.engine = engine
         self.compat_key, self.max_model_len = engine.compat_key, engine.scheduler.max_length
-        self.block_bytes = engine.executor.read_blocks([0]).shape[1]
+        self.block_bytes = engine.executor.read_blocks([0])[0].nbytes
         self._apply_settings()
         self.state, self.phase = READY, ""
         self.reporter.changed(urgent=True)
@@ -368,6 +371,15 @@ class EngineNode:
             address, blocks, device = self.engine.executor.pool_memory()
             self._nixl = NixlTransport(self.id, address, blocks, self.block_bytes, device)
         return self._nixl
+
+    def process_memory(self) -> ProcessMemory | None:
+        """This engine's pool for engines on the same host; None where it is on a device, or not this process's."""
+        if self._process_memory is None:
+            with suppress(ValueError):
+                address, _, device = self.engine.executor.pool_memory()
+                if device == "cpu":
+                    self._process_memory = ProcessMemory(address, self.block_bytes)
+        return self._process_memory
 
     def streams_to(self, client: str) -> bool:
         """An ingress reads this engine's outputs."""

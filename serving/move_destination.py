@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine.kv_cache import Slabs
 from engine.reservations import Refused
 from llumnix.load import PROTOCOL_VERSION, READY
-from llumnix.transfer import NIXL, NONE
+from llumnix.transfer import NIXL, NONE, PROCESS_MEMORY
 from serving import clock
+from serving.process_memory import Unreadable
 from serving.transport import Payload, decode
 
 if TYPE_CHECKING:
@@ -62,6 +64,11 @@ class MoveDestination:
         fill: Callable[[list[int]], None]
         if payload["compression"] == NIXL:
             fill = partial(self.node.nixl().fetch, payload, limit_s=FETCH_S)
+        elif payload["compression"] == PROCESS_MEMORY:
+            memory = self.node.process_memory()
+            if memory is None:
+                return {**_no("this engine's blocks are not in its process's memory"), "unreadable": True}
+            fill = partial(memory.fetch, payload)
         else:
             data = await self._unpacked(payload)
             write = self.node.engine.executor.write_blocks
@@ -80,6 +87,8 @@ class MoveDestination:
             return _no(str(error))
         try:
             await self.node.copy(partial(fill, blocks))
+        except Unreadable as error:  # another transport may do
+            return {**_no(str(error)), "unreadable": True}
         except RuntimeError as error:  # the other side's memory cannot be read
             return _no(str(error))
         finally:
@@ -90,6 +99,7 @@ class MoveDestination:
     async def commit(self, message: dict[str, Any]) -> Reply:
         """Own the request. Repeated, it gets the answer it got the first time."""
         try:
+            data: Slabs
             data, unfit = await self._unpacked(message["data"]), self._unfit(message)
         except ValueError as error:
             data, unfit = EMPTY, str(error)
@@ -103,8 +113,8 @@ class MoveDestination:
         """Take a promise back."""
         self.node.thread.post(partial(self.node.engine.cancel_reservation, key))
 
-    async def _unpacked(self, payload: Payload) -> np.ndarray:
-        """Blocks, uint8 [count, block_bytes]; in a thread where that takes a while."""
+    async def _unpacked(self, payload: Payload) -> Slabs:
+        """Blocks, each uint8 [block_bytes]; in a thread where that takes a while."""
         return decode(payload) if payload["compression"] == NONE else await self.node.copy(partial(decode, payload))
 
     def _unfit(self, message: dict[str, Any]) -> str:
@@ -122,7 +132,7 @@ class MoveDestination:
 
     # -- on the engine thread -----------------------------------------------------------------------------------
 
-    def _adopt(self, message: dict[str, Any], data: np.ndarray, reason: str) -> str:
+    def _adopt(self, message: dict[str, Any], data: Slabs, reason: str) -> str:
         record, epoch = message["record"], (message["epoch"][0], message["epoch"][1])
         request_id = record["id"]
         known = self._decided.get((request_id, epoch))
@@ -135,7 +145,7 @@ class MoveDestination:
                 self.node.loop.call_soon_threadsafe(self._announce, record, message["epoch"], message["history"])
         return known
 
-    def _take_in(self, message: dict[str, Any], data: np.ndarray, record: dict[str, Any], epoch: Epoch) -> str:
+    def _take_in(self, message: dict[str, Any], data: Slabs, record: dict[str, Any], epoch: Epoch) -> str:
         engine, key, computed = self.node.engine, message["key"], message["computed"]
         here = engine.scheduler.requests.get(record["id"])
         if here is not None and here.epoch < epoch:

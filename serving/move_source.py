@@ -37,13 +37,14 @@ from llumnix.policies.choice import choose
 from llumnix.policies.mechanism import QUEUE, RECOMPUTE, Costs
 from llumnix.policies.mechanism import choose as choose_mechanism
 from llumnix.settings import LlumnixSettings
-from llumnix.transfer import NIXL, NONE, OBJECT_STORE, SYNC, KVTransfer
+from llumnix.transfer import AUTO, NIXL, NONE, OBJECT_STORE, SYNC, KVTransfer
 from serving import clock
 from serving.messages import MOVE_FAILED, error_output, moved_output
-from serving.transport import Payload, encode, num_bytes
+from serving.transport import Payload, encode, encode_views, num_bytes
 
 if TYPE_CHECKING:
     from serving.engine_node import EngineNode
+    from serving.process_memory import ProcessMemory
 
 logger = logging.getLogger("ferry.moves")
 
@@ -95,6 +96,7 @@ class MoveSource:
         self.call_s = 0.0  # of the last call without blocks
         self.moved = 0  # requests that are elsewhere now
         self.lost = 0  # let go of for a move that failed: their ingresses start them again
+        self.apart: set[str] = set()  # engines that cannot read this one's memory
         self._attempts = count()
 
     async def give(self, command: dict[str, Any]) -> list[dict[str, Any]]:
@@ -202,9 +204,7 @@ class MoveSource:
                     return _failed(machine, reply)
                 return machine.reserved(reply["present"], await self._look(move))
             case Send(first=first, count=number, num_blocks=num_blocks):
-                blocks = move.table[first : first + number]
-                payload = await self.node.copy(partial(self._payload, blocks, move.options))
-                reply = await self._write(move, first, payload, num_blocks)
+                reply = await self._write(move, first, number, num_blocks)
                 return machine.sent(number, await self._look(move)) if reply["ok"] else _failed(machine, reply)
             case Hold(first=first, copy=copy):
                 most = machine.limits.chunk_blocks if copy else 0
@@ -246,10 +246,18 @@ class MoveSource:
         reply = await self._ask(move, move.actor.commit.remote, message)
         return move.machine.owned() if reply["ok"] else _failed(move.machine, reply)
 
-    async def _write(self, move: Move, first: int, payload: Payload, num_blocks: int) -> dict[str, Any]:
+    async def _write(self, move: Move, first: int, number: int, num_blocks: int) -> dict[str, Any]:
+        blocks = move.table[first : first + number]
+        near = move.options.transport == AUTO and move.destination not in self.apart
+        memory = self.node.process_memory() if near else None
+        payload = await self.node.copy(partial(self._payload, blocks, move.options, memory))
         message = {"key": move.key, "first": first, "num_blocks": num_blocks, "data": payload}
         started = clock.now()
         reply = await self._ask(move, move.actor.write.remote, message)
+        if reply.get("unreadable"):
+            self.apart.add(move.destination)
+            logger.info("moves to %s go through the object store: %s", move.destination, reply["reason"])
+            return await self._write(move, first, number, num_blocks)
         seconds = clock.now() - started
         if reply["ok"]:
             sent = num_bytes(payload)
@@ -375,9 +383,16 @@ class MoveSource:
             move.data, move.data_first = self.node.engine.export(move.request_id, first, left), first
         return _progress_of(request)
 
-    def _payload(self, blocks: list[int], options: MoveOptions) -> Payload:
-        """What Send sends: by NIXL the blocks' addresses. Commit always sends bytes: its blocks may be given away."""
-        return self.node.nixl().pack(blocks) if options.transport == NIXL else self._packed(blocks, options.compression)
+    def _payload(self, blocks: list[int], options: MoveOptions, memory: ProcessMemory | None) -> Payload:
+        """What Send sends: addresses for who reads them itself; uncompressed the blocks where they lie, which the call
+        copies. Commit always sends bytes of its own: its blocks may be given away."""
+        if options.transport == NIXL:
+            return self.node.nixl().pack(blocks)
+        if options.compression == NONE:
+            if memory is not None:
+                return memory.pack(blocks)
+            return encode_views(self.node.engine.executor.view_blocks(blocks))
+        return self._packed(blocks, options.compression)
 
     def _holds(self, move: Move) -> bool:
         request = self.node.engine.scheduler.requests.get(move.request_id)

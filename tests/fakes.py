@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.engine import Engine
 from engine.kv import BlockPool, HostTier
+from engine.kv_cache import Slabs
 from engine.sampling.params import SamplingParams
 from engine.scheduler import SchedulerConfig
 from engine.step import Sampled, SequenceStart, StepPlan, StepResult, TokenLogprobs, Work
@@ -147,10 +148,13 @@ class FakeExecutor:
     def pool_memory(self) -> tuple[int, int, str]:
         raise ValueError("a fake has no memory of its own")
 
-    def write_blocks(self, blocks: list[int], data: np.ndarray) -> None:
-        assert data.dtype == np.uint8 and data.shape == (len(blocks), 8 * self.block_size)
-        for block, row in zip(blocks, data.view(np.int64), strict=True):
-            self.kv[block] = row.tolist()
+    def view_blocks(self, blocks: list[int]) -> Slabs:
+        return self.read_blocks(blocks)
+
+    def write_blocks(self, blocks: list[int], data: Slabs) -> None:
+        for block, row in zip(blocks, data, strict=True):
+            assert row.dtype == np.uint8 and row.shape == (8 * self.block_size,)
+            self.kv[block] = row.view(np.int64).tolist()
 
     def _start(self, start: SequenceStart) -> None:
         assert start.id not in self.sequences, f"{start.id} starts twice"
