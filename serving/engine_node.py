@@ -18,13 +18,13 @@ from functools import partial
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.engine import Engine, EngineStats
+from engine.engine import Engine
 from engine.event import Event
 from engine.request import Status
 from engine.sampling.params import SamplingParams
 from engine.scheduler import QueueFull
 from engine.verification import sampled
-from llumnix.load import DRAINING, MIXED, PREFILL, READY, STARTING, SUMMARY_BYTES, LoadReport, Movable, summarise
+from llumnix.load import DRAINING, MIXED, PREFILL, READY, STARTING, SUMMARY_BYTES, Movable, summarise
 from llumnix.policies.choice import BALANCE, DRAIN, HANDOVER, listed
 from llumnix.policies.dispatch import CACHE_AWARE
 from llumnix.policies.scaling import average_share
@@ -32,6 +32,7 @@ from llumnix.settings import DEFAULTS, LlumnixSettings
 from serving import clock
 from serving.engine_metrics import EngineMetrics
 from serving.engine_thread import EngineThread
+from serving.load_report import load_report
 from serving.logs import configure_logging
 from serving.messages import (
     CLOSING,
@@ -132,7 +133,7 @@ class EngineNode:
         stalled = self.thread.stalled_s()
         if stalled > self.config.step_timeout_s:
             raise RuntimeError(f"a step has taken {stalled:.0f} s, step_timeout_s is {self.config.step_timeout_s:g}")
-        report = self._load_report(0)
+        report = load_report(self, 0)
         return {
             "state": self.state,
             "free_share": average_share([report]) or 0.0,
@@ -426,27 +427,8 @@ class EngineNode:
 
     def _report(self, sequence: int) -> tuple[dict[str, Any], list[Any]]:
         """The load report and the metrics that go to the manager."""
-        report = self._load_report(sequence).to_message()
+        report = load_report(self, sequence).to_message()
         return {**report, "settings": self.settings_version}, self.metrics.families(self.thread.stats)
-
-    def _load_report(self, sequence: int) -> LoadReport:
-        stats = self.thread.stats
-        return LoadReport(
-            self.id,
-            self.incarnation,
-            sequence,
-            state=self.state,
-            phase=self.phase,
-            compat_key=self.compat_key,
-            stalled_s=self.thread.stalled_s(),
-            max_model_len=self.max_model_len,
-            block_size=self.config.block_size,
-            role=self.role,
-            moving=len(self.giving.moves) + (stats.reserved_blocks > 0 if stats is not None else 0),
-            movable=self.movable,
-            prefix=self.prefix,
-            **(_load(stats) if stats is not None else {}),
-        )
 
     def _on_answer(self, answer: dict[str, Any]) -> None:
         """What the manager says to a report: this engine's role, and the settings when they are new."""
@@ -461,12 +443,3 @@ class EngineNode:
         if hasattr(self, "engine"):
             reservations = self.engine.scheduler.reservations
             self.thread.post(partial(setattr, reservations, "seconds", self.settings.reservation_timeout_s))
-
-
-def _load(stats: EngineStats) -> dict[str, Any]:
-    names = (
-        *("total_blocks", "free_blocks", "cached_blocks", "running", "waiting", "waiting_blocks", "head_blocks"),
-        *("high_running", "high_waiting", "high_blocks", "high_waiting_blocks", "reserved_blocks"),
-        *("queued_prefill_tokens", "prefill_tokens_per_s", "step_seconds"),
-    )
-    return {name: getattr(stats, name) for name in names}
