@@ -17,7 +17,7 @@ def serving(phase: str, present: Collection[str]) -> frozenset[str]:
 
 
 def split(replicas: int, ratio: tuple[int, int] | None, prefill_now: int = 0) -> tuple[int, int]:
-    """(prefill, decode) replicas, at least one each; (0, 0) without a ratio or with one replica: it is mixed.
+    """(prefill, decode) replicas, at least one each; (0, 0) without a ratio or with one replica.
 
     Of two numbers that are equally close to the ratio, the one closer to what there is now.
     """
@@ -35,11 +35,14 @@ def assign(
 ) -> dict[str, str]:
     """The role of every engine, so that the split holds and as few as possible change.
 
-    Where there is a choice, those with more `running` requests decode: what a prefill engine runs has to move.
+    One that is alone keeps what it has, and serves everything: another will come. Where there is a choice, those with
+    more `running` requests decode: what a prefill engine runs has to move.
     """
+    if ratio is None:
+        return dict.fromkeys(roles, MIXED)
     prefill, decode = split(len(roles), ratio, sum(role == PREFILL for role in roles.values()))
     if prefill == 0:
-        return dict.fromkeys(roles, MIXED)
+        return dict(roles)
     emptiest_first = sorted(roles, key=lambda name: ((running or {}).get(name, 0), name))
     given = dict.fromkeys([name for name in emptiest_first if roles[name] == PREFILL][:prefill], PREFILL)
     given |= dict.fromkeys([name for name in reversed(emptiest_first) if roles[name] == DECODE][:decode], DECODE)

@@ -89,7 +89,16 @@ def test_whoever_has_the_most_to_lose_decodes() -> None:
     assert assign(all_decode, (1, 2), {"a": 3, "b": 1, "c": 2}) == {"a": DECODE, "b": PREFILL, "c": DECODE}
 
 
-def test_without_a_ratio_or_alone_everyone_is_mixed() -> None:
+@pytest.mark.parametrize("role", [PREFILL, DECODE, MIXED])
+def test_one_that_is_alone_keeps_its_role_and_so_has_it_when_another_comes(role: str) -> None:
+    alone = assign({"a": role}, (1, 1))
+    assert alone == {"a": role}
+    both = assign({**alone, "b": MIXED}, (1, 1))
+    assert set(both.values()) == {PREFILL, DECODE}
+    if role != MIXED:
+        assert both["a"] == role
+
+
+def test_without_a_ratio_everyone_is_mixed() -> None:
     assert assign({"a": PREFILL, "b": DECODE}, None) == {"a": MIXED, "b": MIXED}
-    assert assign({"a": PREFILL}, (1, 1)) == {"a": MIXED}
     assert assign({}, (1, 1)) == {}
