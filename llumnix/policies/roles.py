@@ -33,17 +33,17 @@ def split(replicas: int, ratio: tuple[int, int] | None, prefill_now: int = 0) ->
 def assign(
     roles: Mapping[str, str], ratio: tuple[int, int] | None, running: Mapping[str, int] | None = None
 ) -> dict[str, str]:
-    """The role of every engine, so that the split holds and as few as possible change.
+    """The role of every engine, so that the split holds and as few as possible change; `roles` oldest engine first.
 
     One that is alone keeps what it has, and serves everything: another will come. Where there is a choice, those with
-    more `running` requests decode: what a prefill engine runs has to move.
+    more `running` requests decode, because what a prefill engine runs has to move; of equals the older ones do.
     """
     if ratio is None:
         return dict.fromkeys(roles, MIXED)
     prefill, decode = split(len(roles), ratio, sum(role == PREFILL for role in roles.values()))
     if prefill == 0:
         return dict(roles)
-    emptiest_first = sorted(roles, key=lambda name: ((running or {}).get(name, 0), name))
+    emptiest_first = sorted(reversed([*roles]), key=lambda name: (running or {}).get(name, 0))
     given = dict.fromkeys([name for name in emptiest_first if roles[name] == PREFILL][:prefill], PREFILL)
     given |= dict.fromkeys([name for name in reversed(emptiest_first) if roles[name] == DECODE][:decode], DECODE)
     missing = prefill - sum(role == PREFILL for role in given.values())

@@ -99,6 +99,15 @@ def test_one_that_is_alone_keeps_its_role_and_so_has_it_when_another_comes(role:
         assert both["a"] == role
 
 
+def test_the_newest_takes_the_place_of_one_that_is_lost() -> None:
+    """The lost one is listed until it has been silent for long enough; by then another has come."""
+    for survivor, new in (("a", "z"), ("z", "a")):
+        three = assign({survivor: DECODE, "lost": PREFILL, new: MIXED}, (1, 1))
+        assert (three[survivor], three["lost"]) == (DECODE, PREFILL)
+        del three["lost"]
+        assert assign(three, (1, 1)) == {survivor: DECODE, new: PREFILL}
+
+
 def test_without_a_ratio_everyone_is_mixed() -> None:
     assert assign({"a": PREFILL, "b": DECODE}, None) == {"a": MIXED, "b": MIXED}
     assert assign({}, (1, 1)) == {}
