@@ -43,7 +43,8 @@ def assign(
     prefill, decode = split(len(roles), ratio, sum(role == PREFILL for role in roles.values()))
     if prefill == 0:
         return dict(roles)
-    emptiest_first = sorted(reversed([*roles]), key=lambda name: (running or {}).get(name, 0))
+    newest_first = [*roles][::-1]
+    emptiest_first = sorted(newest_first, key=lambda name: (running or {}).get(name, 0))
     given = dict.fromkeys([name for name in emptiest_first if roles[name] == PREFILL][:prefill], PREFILL)
     given |= dict.fromkeys([name for name in reversed(emptiest_first) if roles[name] == DECODE][:decode], DECODE)
     missing = prefill - sum(role == PREFILL for role in given.values())
