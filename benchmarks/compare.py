@@ -88,26 +88,29 @@ def rows(samples: Mapping[str, list[Sample]]) -> list[Row]:
     ]
 
 
-def table(made: Sequence[Row], title: str) -> Table:
-    """Medians, and the median ratio with the least and the largest of the turns."""
+def tables(made: Sequence[Row], title: str) -> list[Table]:
+    """One for each other side: medians, and the median ratio with the least and the largest of the turns."""
     first, *others = made[0].medians
-    result = Table(title=title)
-    for column in ("tok/s, median", first, *(c for side in others for c in (side, f"{first} / {side}"))):
-        result.add_column(column, justify="left" if column == "tok/s, median" else "right")
-    for row in made:
-        cells = [row.name, f"{row.medians[first]:,.1f}"]
-        for side in others:
+    result = []
+    for side in others:
+        drawn = Table(title=title)
+        drawn.add_column("tok/s, median")
+        for column in (first, side, f"{first} / {side}"):
+            drawn.add_column(column, justify="right")
+        for row in made:
             ratios = row.ratios[side]
             spread = f" ({min(ratios):.3f} to {max(ratios):.3f})" if len(ratios) > 1 else ""
-            cells += [f"{row.medians[side]:,.1f}", f"{statistics.median(ratios):.3f}{spread}"]
-        result.add_row(*cells)
+            medians = (f"{row.medians[name]:,.1f}" for name in (first, side))
+            drawn.add_row(row.name, *medians, f"{statistics.median(ratios):.3f}{spread}")
+        result.append(drawn)
     return result
 
 
 def show(made: Sequence[Row], title: str) -> None:
     console = Console()
     console.width = max(WIDTH, console.width)  # a file or pipe is 80 columns to rich
-    console.print(table(made, title))
+    for drawn in tables(made, title):
+        console.print(drawn)
 
 
 def report(samples: Mapping[str, list[Sample]], machine: str) -> dict[str, Any]:

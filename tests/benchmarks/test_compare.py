@@ -17,7 +17,7 @@ from benchmarks import engine as bare
 from benchmarks import factors, peer, peer_vllm, run
 from benchmarks.bf16_folder import bf16_folder
 from benchmarks.cases import cases, prompts
-from benchmarks.compare import START, Row, Sample, alternate, measured, report, rows, table
+from benchmarks.compare import START, Row, Sample, alternate, measured, report, rows, tables
 from engine.loader import gguf, safetensors
 from engine.model_config import ModelConfig
 from engine.source import resolve_model
@@ -31,7 +31,8 @@ def sample(start_s: float, *decode: float) -> Sample:
 def drawn(made: list[Row]) -> str:
     console = Console(width=120)
     with console.capture() as seen:
-        console.print(table(made, "a title"))
+        for one in tables(made, "a title"):
+            console.print(one)
     return seen.get()
 
 
@@ -76,6 +77,8 @@ def test_the_table_has_the_median_ratio_and_its_spread() -> None:
         "25.0",
         "2.000 (0.500 to 4.000)",
     ]
+    three = [Row("decode", {"a": 3, "b": 2, "c": 1}, {"b": [1.5], "c": [3]})]
+    assert [line.split()[-2] for line in drawn(three).splitlines() if "decode" in line] == ["1.500", "3.000"]
     assert next(line for line in lines if "once" in line).rstrip("│").split("│")[-1].strip() == "1.500"
 
 
