@@ -44,6 +44,7 @@ lint: install-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# About half an hour, results in build/bench; what is left out: python -m benchmarks.run --help
 bench: install-test
 	$(BIN)/python -m benchmarks.run
 

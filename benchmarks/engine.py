@@ -2,49 +2,51 @@
 
     python -m benchmarks.engine [--model demo:smollm2] [--repeats 3] [--quick] [--set batch_invariant=false ...]
 
-What torch's kernels lose against the native ones: run it with and without a C compiler on the PATH.
+What batch_invariant and a missing compiler cost: benchmarks/factors.py. Against another engine: benchmarks/peer.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import platform
 import statistics
 import sys
 import time
 
 import torch
 
+from benchmarks.cases import cases
 from benchmarks.machine import describe
 from engine import LLM, SamplingParams
 from engine.config import ConfigError
 from kernels import dispatch
 
-TEXT = "The history of distributed computing began when people wanted machines to cooperate. "
+WARM_TOKENS = 8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="few tokens: whether it runs, not how fast")
+    parser.add_argument("--json", action="store_true", help="end with a line for benchmarks/compare.py")
     add_options(parser)
     options = parser.parse_args()
     print(describe())
     llm = start(options)
-    ids = prompt_ids(llm)
-    run(llm, ids, 1, 16, 8)  # warm
-    output = 4 if options.quick else 128
-    rows = [
-        ("prefill 512, batch 1", 1, 512, 1, 512),
-        (f"decode, batch 1 (16 in, {output} out)", 1, 16, output, output),
-        (f"batch 16, 128 in {output} out", 16, 128, output, 16 * output),
-        (f"batch 64, 128 in {output} out", 64, 128, output, 64 * output),
-    ]
-    for name, batch, prompt, output, tokens in rows:
-        rates = [tokens / run(llm, ids, batch, prompt, output) for _ in range(options.repeats)]
+    ready_at = time.monotonic()
+    rates: dict[str, list[float]] = {}
+    for case in cases(options.quick):
+        run(llm, case.prompts, min(WARM_TOKENS, case.output))
+        seen = [case.tokens / run(llm, case.prompts, case.output) for _ in range(options.repeats)]
+        rates[case.name] = seen
         print(
-            f"{name:<34} {statistics.median(rates):8.1f} tok/s   (min {min(rates):.1f}, max {max(rates):.1f}, "
+            f"{case.name:<34} {statistics.median(seen):8.1f} tok/s   (min {min(seen):.1f}, max {max(seen):.1f}, "
             f"{options.repeats} runs)"
         )
+    if options.json:
+        facts = {"kernels": kernels(llm), "torch": torch.__version__, "Python": platform.python_version()}
+        print(json.dumps({"ready_at": ready_at, "rates": rates, "facts": facts}))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -81,28 +83,30 @@ def start(options: argparse.Namespace) -> LLM:
         sys.exit(f"error: {error}")
     seconds = time.perf_counter() - started
     kv = llm.engine.executor.kv.format  # type: ignore[attr-defined]
-    kernels = "torch's" if dispatch.numerics(torch.device("cpu"), kv.dtype) == "torch" else "native"
     dtype = str(kv.dtype).removeprefix("torch.")
     invariant = str(llm.config.batch_invariant).lower()
-    print(f"{dtype}, {kernels} kernels, {torch.get_num_threads()} threads, batch_invariant {invariant}")
+    print(f"{dtype}, {kernels(llm)} kernels, {torch.get_num_threads()} threads, batch_invariant {invariant}")
     print(f"{'start':<34} {seconds:8.1f} s")
     return llm
 
 
-def prompt_ids(llm: LLM) -> list[int]:
-    """512 token ids."""
-    assert llm.tokenizer is not None
-    return llm.tokenizer.encode(TEXT * 60)[:512]
+def kernels(llm: LLM) -> str:
+    """Whose kernels an engine computes with: "native" or "torch's"."""
+    dtype = llm.engine.executor.kv.format.dtype  # type: ignore[attr-defined]
+    return "torch's" if dispatch.numerics(torch.device("cpu"), dtype) == "torch" else "native"
 
 
-def run(llm: LLM, ids: list[int], batch: int, prompt: int, output: int) -> float:
-    """Seconds for `batch` different prompts of `prompt` tokens with `output` new tokens each."""
+def run(llm: LLM, prompts: list[list[int]], output: int) -> float:
+    """Seconds for all prompts with `output` new tokens each."""
     vocab = llm.engine.vocab_size
-    prompts = [[(token + i) % vocab for token in ids[:prompt]] for i in range(batch)]
+    within = [[token % vocab for token in prompt] for prompt in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     started = time.perf_counter()
-    llm.generate(prompts, params)
-    return time.perf_counter() - started
+    done = llm.generate(within, params)
+    seconds = time.perf_counter() - started
+    if any(len(answer.outputs[0].token_ids) != output for answer in done):
+        sys.exit(f"error: not every prompt was continued by {output} tokens")
+    return seconds
 
 
 if __name__ == "__main__":

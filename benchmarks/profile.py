@@ -13,7 +13,8 @@ import time
 
 import torch
 
-from benchmarks.engine import add_options, prompt_ids, run, start
+from benchmarks.cases import prompts
+from benchmarks.engine import add_options, run, start
 from benchmarks.machine import describe
 from benchmarks.phases import PHASES, Steps, watch
 from engine.host import memory_bandwidth
@@ -31,17 +32,16 @@ def main() -> None:
     options = parser.parse_args()
     print(describe())
     llm = start(options)
-    ids = prompt_ids(llm)
     memory, product = memory_bandwidth(PROBED_BYTES) / 1e9, bf16_tflops()
     print(f"limits: memory read {memory:.1f} GB/s, bf16 matrix product {product:.2f} TFLOP/s")
     for batch in options.batch:
-        run(llm, ids, batch, 128, 8)
+        run(llm, prompts(batch, 128), 8)
         with watch() as seen:
-            run(llm, ids, batch, 128, 64)
+            run(llm, prompts(batch, 128), 64)
         print_steps(f"decode, batch {batch}, contexts of 128 to 192", seen.decode, memory, product)
-    run(llm, ids, 1, 512, 1)
+    run(llm, prompts(1, 512), 1)
     with watch() as seen:
-        run(llm, ids, 1, 512, 1)
+        run(llm, prompts(1, 512), 1)
     print_steps("prefill 512", seen.prefill, memory, product)
     out, back = copy_gb_per_s(llm.engine.executor.kv)  # type: ignore[attr-defined]
     print(f"copy of KV blocks: to the host tier {out:.1f} GB/s, back {back:.1f} GB/s")

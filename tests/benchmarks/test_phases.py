@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.cases import prompts
 from benchmarks.engine import add_options, run, setting, start
 from benchmarks.phases import REST, Recorder, Steps, Work, attention_work, linear_work, watch
 from benchmarks.profile import copy_gb_per_s, print_steps
@@ -114,7 +115,7 @@ def test_a_profiled_run(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) ->
     llm = LLM(str(tiny_llama), max_model_len=64, enable_prefix_caching=False, skip_tokenizer_init=True)
     forward = Linear.forward
     with watch() as seen:
-        run(llm, list(range(2, 12)), 3, 10, 5)
+        run(llm, prompts(3, 10), 5)
     assert Linear.forward is forward
     assert (seen.prefill.count, seen.decode.count) == (1, 4)
     model = llm.engine.executor.model  # type: ignore[attr-defined]
