@@ -56,13 +56,17 @@ def build_engine(
     model = load_model(path, model_config, load_format=config.load_format, dtype=dtype, seed=config.seed)
     device = torch.device("cpu")
     numerics = dispatch.numerics(device, dtype)
-    invariance = "off" if not config.batch_invariant else "for tokens, not bits (float32)"
-    if config.batch_invariant and dtype != torch.float32:
-        if numerics == "torch":
-            logger.warning("batch_invariant is not kept by torch's kernels: a token's bits may depend on its batch")
+    invariant, invariance = False, "off"
+    if config.batch_invariant and dtype == torch.float32:
+        invariance = "for tokens, not bits (float32)"
+    elif config.batch_invariant:
         on_phase("checking that results do not depend on the batch")
-        mended = make_invariant(model, config.max_num_batched_tokens, config.max_num_seqs)
-        invariance = f"on, {mended} shapes of linear layers mended"
+        outcome = make_invariant(model, config.max_num_batched_tokens, config.max_num_seqs)
+        invariant = outcome.invariant and numerics != "torch"
+        invariance = f"{'on' if invariant else 'not kept'}, {len(outcome.mended)} shapes of linear layers mended"
+        if not invariant:
+            whose = "torch's kernels" if outcome.invariant else f"{len(outcome.dependent)} shapes of linear layers"
+            logger.warning("batch_invariant is not kept by %s: a token's bits may depend on its batch", whose)
     on_phase("allocating the KV cache")
     fmt = KVFormat(
         model_config.num_layers,
@@ -98,7 +102,7 @@ def build_engine(
         eos_token_ids=_eos_token_ids(config, model_config, path),
     )
     # Other bits than an invariant engine's, or than one whose layers multiply in another way
-    rounding = f"{numerics}-{rounding_of(model)}" if config.batch_invariant else f"{numerics}-by-batch"
+    rounding = f"{numerics}-{rounding_of(model) if invariant else 'by-batch'}"
     key = f"{weights_id(path)}:{fmt.key()}:{rounding}"
     engine = Engine(
         ModelRunner(model, kv),
@@ -107,7 +111,7 @@ def build_engine(
         vocab_size=model_config.vocab_size,
         seed=config.seed,
         compat_key=key,
-        reproducible=config.batch_invariant and dtype != torch.float32 and numerics != "torch",
+        reproducible=invariant,
     )
     where = f"cores {','.join(map(str, cores))}" if cores else "not pinned"
     logger.info(

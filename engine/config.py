@@ -144,7 +144,12 @@ class EngineConfig:
 
     # KV cache
     block_size: int = option(
-        "int", 16, "tokens in a KV block", group="kv cache", choices=(8, 16, 32, 64, 128), auto=True
+        "int",
+        16,
+        "tokens in a KV block; results with 8 differ in their last bits from those with the others",
+        group="kv cache",
+        choices=(8, 16, 32, 64, 128),
+        auto=True,
     )
     enable_prefix_caching: bool = option(
         "bool",
