@@ -18,6 +18,7 @@ __all__ = ["GIB", "ConfigError", "EngineConfig", "dtype_name", "resolve", "worki
 
 GIB = 1 << 30
 DEFAULT_MAX_NUM_SEQS = 128
+SERVICE_GROUPS = ("service", "rescheduling")  # parameters of what is around engines: an offline LLM refuses them
 
 GPU_LATER = "GPU support is not built yet; use cpu or auto"
 
@@ -48,7 +49,7 @@ class EngineConfig:
         "required", None, "directory, .gguf file, hub name, or demo:smollm2", group="model", default_text="required"
     )
     served_model_name: tuple[str, ...] = option(
-        "list", (), "names in the API and in metrics", group="model", default_text="model"
+        "list", (), "names in the API and in metrics", group="service", default_text="model"
     )
     dtype: str = option(
         "str",
