@@ -13,7 +13,7 @@ import torch
 
 from engine.config import EngineConfig, dtype_name
 from engine.engine import Engine
-from engine.host import SERVICE_CORES, claim_cores, default_threads, memory_bandwidth
+from engine.host import SERVICE_CORES, Share, claim_cores, default_threads, memory_bandwidth
 from engine.kv import BlockPool, HostTier
 from engine.kv_cache import KVCache, KVFormat
 from engine.layers.invariance import make_invariant, rounding_of
@@ -29,17 +29,22 @@ from kernels import dispatch
 logger = logging.getLogger("ferry.engine")
 
 ENDS_BYTES = 1 << 16
+ALONE = Share()
 
 
 def build_engine(
-    config: EngineConfig, on_phase: Callable[[str], None] = lambda phase: None, pin_cores: bool = False
+    config: EngineConfig,
+    on_phase: Callable[[str], None] = lambda phase: None,
+    pin_cores: bool = False,
+    share: Share = ALONE,
 ) -> Engine:
-    """Load the model of a configuration and make its engine. `on_phase` hears what start-up is doing.
+    """Load the model of a configuration and make its engine. `on_phase` hears what start-up is doing; `share` is what
+    the engine has of this host's cores and memory.
 
     With pin_cores this thread, and the kernels' threads it will start, keep to cores that no other engine of this host
     has. Raises ConfigError or ValueError with a one-line message.
     """
-    threads = config.threads or default_threads(config.most_replicas, reserved=SERVICE_CORES if pin_cores else 0)
+    threads = config.threads or default_threads(share, reserved=SERVICE_CORES if pin_cores else 0)
     torch.set_num_threads(threads)
     cores = claim_cores(threads) if pin_cores else []
     if cores:
@@ -84,7 +89,7 @@ def build_engine(
         config.max_num_batched_tokens,
         config.max_num_seqs,
     )
-    plan = plan_memory(config, fmt, model_config.max_position_embeddings, weight_bytes, step)
+    plan = plan_memory(config, fmt, model_config.max_position_embeddings, weight_bytes, step, share.engines)
     kv = KVCache(fmt, plan.num_blocks, plan.host_slots)
     host = HostTier(plan.host_slots)
     pool = BlockPool(plan.num_blocks, config.block_size, host, keep_evicted=config.prompt_cache_enable_swap)

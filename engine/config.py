@@ -97,7 +97,12 @@ class EngineConfig:
         },
     )
     threads: int | None = option(
-        "int", None, "CPU threads of one engine", group="model", low=1, default_text="cores / replicas"
+        "int",
+        None,
+        "CPU threads of one engine",
+        group="model",
+        low=1,
+        default_text="physical cores of its host / engines there, at most num_cpus_per_replica",
     )
 
     batch_invariant: bool = option(
@@ -196,8 +201,8 @@ class EngineConfig:
         default_text="none: num_replicas engines",
     )  # fmt: skip
     num_cpus_per_replica: float | None = option(
-        "float", None, "CPUs that Ray reserves for one engine", group="service", above=0.0,
-        default_text="a share of the machine",
+        "float", None, "CPUs that Ray reserves for one engine; give it where nodes come and go", group="service",
+        above=0.0, default_text="threads, or an equal part of the nodes there are at the start",
     )  # fmt: skip
     max_num_queued: int = option(
         "int", None, "requests that may wait at one engine; more get 429", group="service", low=0,
