@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from pathlib import Path
 from engine.cgroup import cpu_quota, memory_limit
 
 SERVICE_CORES = 1  # left to proxy, ingress and manager where engines of a service have more than one core each
+
+NICENESS = 5  # of an engine's threads beside the front end
 
 _claims: list[TextIOWrapper] = []  # the locks of claimed cores
 
@@ -108,6 +112,14 @@ def claim_cores(count: int, folder: Path | None = None) -> list[int]:
         return []
     _claims.extend(lock for _, lock in claimed)
     return [core for core, _ in claimed]
+
+
+def give_way() -> None:
+    """Let this thread, and those it will start, wait for others that have something to do: front ends do little at a
+    time, and clients wait for it. Without effect where threads have no priorities of their own."""
+    if sys.platform == "linux":
+        here = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, here, min(19, os.getpriority(os.PRIO_PROCESS, here) + NICENESS))
 
 
 def memory_bandwidth(size: int = 128 << 20) -> float:

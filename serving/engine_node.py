@@ -19,7 +19,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineStats
 from engine.event import Event
-from engine.host import Share
+from engine.host import Share, give_way
 from engine.request import Status
 from engine.sampling.params import SamplingParams
 from engine.scheduler import QueueFull
@@ -116,7 +116,8 @@ class EngineNode:
     def _build(self) -> Engine:
         from engine.build import build_engine  # torch is imported here, on the engine's thread
 
-        return build_engine(self.config, self._on_phase, True, self.share)
+        give_way()
+        return build_engine(self.config, self._on_phase, pin_cores=True, share=self.share)
 
     def _on_phase(self, phase: str) -> None:
         self.phase = phase

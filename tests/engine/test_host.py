@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,28 @@ def test_memory_is_the_cgroups_limit_or_all_of_it(monkeypatch: pytest.MonkeyPatc
     for limit, allowed in ((1 << 20, 1 << 20), (None, physical), (1 << 62, physical)):
         monkeypatch.setattr(host, "memory_limit", lambda limit=limit: limit)
         assert host.memory_limit_bytes() == allowed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_a_thread_that_gives_way_does_so_with_those_it_starts_only() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    found: list[int] = []
+
+    def starts_another() -> None:
+        host.give_way()
+        found.append(priority())
+        inner = threading.Thread(target=lambda: found.append(priority()))
+        inner.start()
+        inner.join()
+
+    before = priority()
+    outer = threading.Thread(target=starts_another)
+    outer.start()
+    outer.join()
+    assert found == [min(19, before + host.NICENESS)] * 2
+    assert priority() == before
 
 
 def test_cores_are_claimed_once_and_freed_by_death(tmp_path: Path) -> None:
