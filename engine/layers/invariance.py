@@ -29,7 +29,7 @@ BATCHES = (*range(1, 36), 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 511, 512,
 ESSENTIAL = (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 65, 129, 511)
 """Checked of every shape, with the largest: few rows, many, and one more or less than blocks of a product have."""
 COMPARED_ROWS = 192  # distinct rows; a batch repeats them, and all its rows are compared
-COMPARED_WORK = 4e9  # multiply-adds that may go into computing those alone
+COMPARED_WORK = 3e9  # multiply-adds that may go into computing those alone
 WORK_LIMIT = 4e10  # multiply-adds a shape; the essential sizes may take more
 PAIR = 2  # oneDNN's product of one row differs from that of many where K is large, in so few elements that a check of
 # random data may miss it; a pair costs no more than a row, so nothing is ever multiplied alone
