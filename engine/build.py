@@ -13,7 +13,7 @@ import torch
 
 from engine.config import EngineConfig, dtype_name
 from engine.engine import Engine
-from engine.host import SERVICE_CORES, claim_cores, default_threads, memory_bandwidth
+from engine.host import SERVICE_CORES, Share, claim_cores, default_threads, memory_bandwidth
 from engine.kv import BlockPool, HostTier
 from engine.kv_cache import KVCache, KVFormat
 from engine.layers.invariance import make_invariant, rounding_of
@@ -29,17 +29,22 @@ from kernels import dispatch
 logger = logging.getLogger("ferry.engine")
 
 ENDS_BYTES = 1 << 16
+ALONE = Share()
 
 
 def build_engine(
-    config: EngineConfig, on_phase: Callable[[str], None] = lambda phase: None, pin_cores: bool = False
+    config: EngineConfig,
+    on_phase: Callable[[str], None] = lambda phase: None,
+    pin_cores: bool = False,
+    share: Share = ALONE,
 ) -> Engine:
-    """Load the model of a configuration and make its engine. `on_phase` hears what start-up is doing.
+    """Load the model of a configuration and make its engine. `on_phase` hears what start-up is doing; `share` is what
+    the engine has of this host's cores and memory.
 
     With pin_cores this thread, and the kernels' threads it will start, keep to cores that no other engine of this host
     has. Raises ConfigError or ValueError with a one-line message.
     """
-    threads = config.threads or default_threads(config.most_replicas, reserved=SERVICE_CORES if pin_cores else 0)
+    threads = config.threads or default_threads(share, reserved=SERVICE_CORES if pin_cores else 0)
     torch.set_num_threads(threads)
     cores = claim_cores(threads) if pin_cores else []
     if cores:
@@ -56,13 +61,17 @@ def build_engine(
     model = load_model(path, model_config, load_format=config.load_format, dtype=dtype, seed=config.seed)
     device = torch.device("cpu")
     numerics = dispatch.numerics(device, dtype)
-    invariance = "off" if not config.batch_invariant else "for tokens, not bits (float32)"
-    if config.batch_invariant and dtype != torch.float32:
-        if numerics == "torch":
-            logger.warning("batch_invariant is not kept by torch's kernels: a token's bits may depend on its batch")
+    invariant, invariance = False, "off"
+    if config.batch_invariant and dtype == torch.float32:
+        invariance = "for tokens, not bits (float32)"
+    elif config.batch_invariant:
         on_phase("checking that results do not depend on the batch")
-        mended = make_invariant(model, config.max_num_batched_tokens, config.max_num_seqs)
-        invariance = f"on, {mended} shapes of linear layers mended"
+        outcome = make_invariant(model, config.max_num_batched_tokens, config.max_num_seqs)
+        invariant = outcome.invariant and numerics != "torch"
+        invariance = f"{'on' if invariant else 'not kept'}, {len(outcome.mended)} shapes of linear layers mended"
+        if not invariant:
+            whose = "torch's kernels" if outcome.invariant else f"{len(outcome.dependent)} shapes of linear layers"
+            logger.warning("batch_invariant is not kept by %s: a token's bits may depend on its batch", whose)
     on_phase("allocating the KV cache")
     fmt = KVFormat(
         model_config.num_layers,
@@ -80,7 +89,7 @@ def build_engine(
         config.max_num_batched_tokens,
         config.max_num_seqs,
     )
-    plan = plan_memory(config, fmt, model_config.max_position_embeddings, weight_bytes, step)
+    plan = plan_memory(config, fmt, model_config.max_position_embeddings, weight_bytes, step, share.engines)
     kv = KVCache(fmt, plan.num_blocks, plan.host_slots)
     host = HostTier(plan.host_slots)
     pool = BlockPool(plan.num_blocks, config.block_size, host, keep_evicted=config.prompt_cache_enable_swap)
@@ -98,7 +107,7 @@ def build_engine(
         eos_token_ids=_eos_token_ids(config, model_config, path),
     )
     # Other bits than an invariant engine's, or than one whose layers multiply in another way
-    rounding = f"{numerics}-{rounding_of(model)}" if config.batch_invariant else f"{numerics}-by-batch"
+    rounding = f"{numerics}-{rounding_of(model) if invariant else 'by-batch'}"
     key = f"{weights_id(path)}:{fmt.key()}:{rounding}"
     engine = Engine(
         ModelRunner(model, kv),
@@ -107,7 +116,7 @@ def build_engine(
         vocab_size=model_config.vocab_size,
         seed=config.seed,
         compat_key=key,
-        reproducible=config.batch_invariant and dtype != torch.float32 and numerics != "torch",
+        reproducible=invariant,
     )
     where = f"cores {','.join(map(str, cores))}" if cores else "not pinned"
     logger.info(

@@ -18,6 +18,7 @@ __all__ = ["GIB", "ConfigError", "EngineConfig", "dtype_name", "resolve", "worki
 
 GIB = 1 << 30
 DEFAULT_MAX_NUM_SEQS = 128
+SERVICE_GROUPS = ("service", "rescheduling")  # parameters of what is around engines: an offline LLM refuses them
 
 GPU_LATER = "GPU support is not built yet; use cpu or auto"
 
@@ -48,7 +49,7 @@ class EngineConfig:
         "required", None, "directory, .gguf file, hub name, or demo:smollm2", group="model", default_text="required"
     )
     served_model_name: tuple[str, ...] = option(
-        "list", (), "names in the API and in metrics", group="model", default_text="model"
+        "list", (), "names in the API and in metrics", group="service", default_text="model"
     )
     dtype: str = option(
         "str",
@@ -96,7 +97,12 @@ class EngineConfig:
         },
     )
     threads: int | None = option(
-        "int", None, "CPU threads of one engine", group="model", low=1, default_text="cores / replicas"
+        "int",
+        None,
+        "CPU threads of one engine",
+        group="model",
+        low=1,
+        default_text="physical cores of its host / engines there, at most num_cpus_per_replica",
     )
 
     batch_invariant: bool = option(
@@ -144,7 +150,12 @@ class EngineConfig:
 
     # KV cache
     block_size: int = option(
-        "int", 16, "tokens in a KV block", group="kv cache", choices=(8, 16, 32, 64, 128), auto=True
+        "int",
+        16,
+        "tokens in a KV block; results with 8 differ in their last bits from those with the others",
+        group="kv cache",
+        choices=(8, 16, 32, 64, 128),
+        auto=True,
     )
     enable_prefix_caching: bool = option(
         "bool",
@@ -190,8 +201,8 @@ class EngineConfig:
         default_text="none: num_replicas engines",
     )  # fmt: skip
     num_cpus_per_replica: float | None = option(
-        "float", None, "CPUs that Ray reserves for one engine", group="service", above=0.0,
-        default_text="a share of the machine",
+        "float", None, "CPUs that Ray reserves for one engine; give it where nodes come and go", group="service",
+        above=0.0, default_text="threads, or an equal part of the nodes there are at the start",
     )  # fmt: skip
     max_num_queued: int = option(
         "int", None, "requests that may wait at one engine; more get 429", group="service", low=0,

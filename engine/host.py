@@ -5,47 +5,36 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 
+from engine.cgroup import cpu_quota, memory_limit
+
 SERVICE_CORES = 1  # left to proxy, ingress and manager where engines of a service have more than one core each
+
+NICENESS = 5  # of an engine's threads beside the front end
 
 _claims: list[TextIOWrapper] = []  # the locks of claimed cores
 
 
 def usable_cores() -> int:
-    """Cores of this process: its affinity mask, cut to the cgroup's CPU quota; at least 1."""
+    """Cores of this process: its affinity mask, cut to the cgroups' CPU quota; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota()
+    quota = cpu_quota()
     return max(1, min(cores, math.floor(quota)) if quota else cores)
 
 
-def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs of the cgroup quota (v2, then v1); None without a quota."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        micros = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        period_us = int((root / "cpu/cpu.cfs_period_us").read_text())
-        return micros / period_us if micros > 0 else None
-    except (OSError, ValueError):
-        return None
-
-
-def memory_limit_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes this process may use: physical memory, cut to the cgroup's limit."""
+def memory_limit_bytes() -> int:
+    """Bytes this process may use: physical memory, cut to the cgroups' limit."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            return min(physical, int((root / name).read_text()))
-        except (OSError, ValueError):
-            continue
-    return physical
+    limit = memory_limit()
+    return physical if limit is None else min(physical, limit)
 
 
 def physical_cores() -> list[int]:
@@ -63,14 +52,40 @@ def physical_cores() -> list[int]:
     return cores
 
 
-def default_threads(engines: int, reserved: int = 0) -> int:
-    """Threads of one of several engines on this host: physical cores within the CPU quota, shared equally.
+@dataclass(frozen=True)
+class Share:
+    """What one engine has of its host, as far as is known before it starts."""
+
+    engines: int = 1  # that may be on the host, itself included
+    cpus: float | None = None  # reserved for it; None: nothing was asked for
+
+    @classmethod
+    def of_node(cls, engines: int, cpus: float, node_cpus: float) -> Share:
+        """Of a cluster's node: of all `engines` only as many can be here as have room for their `cpus`."""
+        return cls(max(1, min(engines, int(node_cpus // cpus) if cpus > 0 else engines)), cpus)
+
+
+def default_threads(share: Share, reserved: int = 0) -> int:
+    """Threads of one engine: its part of the physical cores within the CPU quota, and no more than is reserved for it.
 
     `reserved` cores are left to other processes where there is more than one core an engine. A team of threads is as
     fast as its slowest member: one core shared with a front end would slow down all of them at every barrier.
     """
     cores = min(len(physical_cores()), usable_cores())
-    return max(1, (cores - reserved) // engines if cores > engines else cores // engines)
+    threads = equal_part([cores], share.engines, reserved)
+    return threads if share.cpus is None else max(1, min(threads, int(share.cpus)))
+
+
+def equal_part(nodes: Sequence[float], engines: int, reserved: int = 0) -> int:
+    """The most whole cores each of the engines can have, on nodes with so many cores; at least 1.
+
+    Without the `reserved` ones of every node, unless then some engine would find no room.
+    """
+    for left in (reserved, 0):
+        for part in range(int(max(nodes, default=0)), 0, -1):
+            if sum(max(0, int(cores) - left) // part for cores in nodes) >= engines:
+                return part
+    return 1
 
 
 def claim_cores(count: int, folder: Path | None = None) -> list[int]:
@@ -97,6 +112,14 @@ def claim_cores(count: int, folder: Path | None = None) -> list[int]:
         return []
     _claims.extend(lock for _, lock in claimed)
     return [core for core, _ in claimed]
+
+
+def give_way() -> None:
+    """Let this thread, and those it will start, wait for others that have something to do: front ends do little at a
+    time, and clients wait for it. Without effect where threads have no priorities of their own."""
+    if sys.platform == "linux":
+        here = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, here, min(19, os.getpriority(os.PRIO_PROCESS, here) + NICENESS))
 
 
 def memory_bandwidth(size: int = 128 << 20) -> float:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from engine.config import resolve
+from engine.config import SERVICE_GROUPS, ConfigError, resolve
 from engine.sampling.params import SamplingParams
 from engine.scheduler import Event
 from engine.step import TokenLogprobs
+from engine.values import shown
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -47,7 +48,7 @@ class LLM:
     """An engine with its tokenizer, for scripts.
 
     `options` are the engine's parameters by any of their names (`docs/parameters.md`). Raises ConfigError, with one
-    line, for a parameter that is unknown, wrong or not built yet.
+    line, for a parameter that is unknown, wrong, not built yet, or one of the service around engines.
     """
 
     def __init__(self, model: str, **options: Any):
@@ -55,6 +56,7 @@ class LLM:
         from engine.source import resolve_model
         from engine.text.tokenizer import Tokenizer, load_tokenizer
 
+        _check_offline(options)
         self.config = resolve({"model": model, **options})
         # A script has no impatient clients: its prompts may queue for as long as it takes.
         self.engine = build_engine(replace(self.config, max_queue_time=2**31 - 1))
@@ -75,9 +77,13 @@ class LLM:
         Raises ValueError, before anything runs, for a prompt that is empty or too long.
         """
         given: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        each = [params or SamplingParams()] * len(given) if not isinstance(params, Sequence) else list(params)
+        one = SamplingParams() if params is None else params
+        each = list(one) if isinstance(one, Sequence) else [one] * len(given)
         if len(each) != len(given):
             raise ValueError(f"{len(each)} SamplingParams for {len(given)} prompts")
+        for wanted in each:
+            if not isinstance(wanted, SamplingParams):
+                raise ValueError(f"params is {shown(wanted)}, must be SamplingParams, or one for each prompt")
         encoded = [self._encode(prompt) for prompt in given]
         outputs = [RequestOutput(f"cmpl-{next(self._ids)}", text, ids, [CompletionOutput()]) for text, ids in encoded]
         self._run(outputs, each, use_tqdm)
@@ -147,6 +153,17 @@ class LLM:
         for step in completion.logprobs or []:
             for token, entry in step.items():
                 entry.decoded_token = self.tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _check_offline(options: Mapping[str, Any]) -> None:
+    from engine.options.option import canonical
+    from engine.options.resolution import lookup
+
+    for name, value in options.items():
+        if value is not None and lookup(name)[0].group in SERVICE_GROUPS:
+            raise ConfigError(
+                f"--{canonical(name)} is a parameter of services and does nothing here: give it to ferry serve"
+            )
 
 
 def _logprobs(token: int, found: TokenLogprobs) -> dict[int, Logprob]:

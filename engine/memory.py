@@ -26,9 +26,18 @@ def activation_bytes(hidden_size: int, intermediate_size: int, vocab_size: int, 
 
 
 def plan_memory(
-    config: EngineConfig, fmt: KVFormat, model_max_len: int, model_bytes: int, step_bytes: int, limit: int | None = None
+    config: EngineConfig,
+    fmt: KVFormat,
+    model_max_len: int,
+    model_bytes: int,
+    step_bytes: int,
+    engines: int = 1,
+    limit: int | None = None,
 ) -> MemoryPlan:
-    """The KV plan of one engine. Raises ConfigError when nothing fits or an explicit max_model_len does not."""
+    """The KV plan of one of `engines` that share a host, whose memory is `limit` or else this host's.
+
+    Raises ConfigError when nothing fits or an explicit max_model_len does not.
+    """
     block = fmt.block_bytes
     longest = config.max_model_len or model_max_len
     swap = int(config.swap_space * (1 << 30))
@@ -38,7 +47,7 @@ def plan_memory(
         count, reason = config.kv_cache_memory_bytes // block, "kv_cache_memory_bytes"
     else:
         share = config.max_gpu_memory_utilization * (limit if limit is not None else memory_limit_bytes())
-        room = int(share / config.most_replicas) - model_bytes - step_bytes
+        room = int(share / engines) - model_bytes - step_bytes
         swap = min(swap, max(room, 0) // 2)  # on CPU the host tier is in the same memory
         room -= swap
         useful = config.max_num_seqs * -(-longest // fmt.block_size) * block

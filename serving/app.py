@@ -7,11 +7,11 @@ from typing import Any
 from ray import serve
 
 from engine.config import EngineConfig
-from engine.host import SERVICE_CORES, default_threads
 from serving.autoscaling import autoscaling_config
 from serving.config import AppArgs
 from serving.ingress import Ingress
 from serving.manager import Manager
+from serving.nodes import cpus_per_replica
 from serving.replica import EngineReplica
 from serving.rescheduling import user_config
 
@@ -43,13 +43,6 @@ def number_of_replicas(config: EngineConfig) -> dict[str, Any]:
         return {"num_replicas": config.num_replicas}
     settings = user_config(config)["llumnix"]
     return {"autoscaling_config": autoscaling_config(config.min_replicas, config.max_replicas, settings)}
-
-
-def cpus_per_replica(config: EngineConfig) -> float:
-    """CPUs Ray reserves for one engine: what was asked for, its threads, or an equal share of this machine."""
-    if config.num_cpus_per_replica is not None:
-        return config.num_cpus_per_replica
-    return float(config.threads or default_threads(config.most_replicas, reserved=SERVICE_CORES))
 
 
 def drain(seconds: float) -> None:

@@ -98,7 +98,8 @@ def _resolved(plan: Plan, model: Model) -> list[tuple[str, str]]:
         *(shape.hidden_size, shape.intermediate_size, shape.vocab_size),
         *(config.max_num_batched_tokens, config.max_num_seqs),
     )
-    memory = plan_memory(config, fmt, shape.max_position_embeddings, weight_file_bytes(model.path), step)
+    here = config.most_replicas  # no more is known of the nodes before the start
+    memory = plan_memory(config, fmt, shape.max_position_embeddings, weight_file_bytes(model.path), step, here)
     kv_bytes = memory.num_blocks * fmt.block_bytes
     return [
         ("model files", str(model.path)),

@@ -20,6 +20,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.event import Event
+from engine.host import Share, give_way
 from engine.request import Status
 from engine.sampling.params import SamplingParams
 from engine.scheduler import QueueFull
@@ -60,10 +61,12 @@ RENEW_ITEMS = 10_000
 
 
 class EngineNode:
-    """`engine_id` names the replica; `manager` is a Serve handle, or None without a cluster view."""
+    """`engine_id` names the replica; `manager` is a Serve handle, or None without a cluster view; `share` is what the
+    engine has of its host."""
 
-    def __init__(self, config: dict[str, Any], engine_id: str, manager: Any = None):
+    def __init__(self, config: dict[str, Any], engine_id: str, manager: Any = None, share: Share | None = None):
         self.config = EngineConfig(**config)
+        self.share = share or Share(self.config.most_replicas)
         configure_logging(self.config.log_level)
         self.id = engine_id
         self.state = STARTING
@@ -117,7 +120,8 @@ class EngineNode:
     def _build(self) -> Engine:
         from engine.build import build_engine  # torch is imported here, on the engine's thread
 
-        return build_engine(self.config, self._on_phase, pin_cores=True)
+        give_way()
+        return build_engine(self.config, self._on_phase, pin_cores=True, share=self.share)
 
     def _on_phase(self, phase: str) -> None:
         self.phase = phase

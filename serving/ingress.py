@@ -33,6 +33,7 @@ from serving.ingress_metrics import IngressMetrics, dispatch_family
 from serving.logs import configure_logging
 from serving.metrics import Family, families_of, render
 from serving.openai.errors import APIError, internal, unavailable
+from serving.openai.protocol import body_of
 from serving.openai.responses import model_card, model_list
 
 logger = logging.getLogger("ferry.ingress")
@@ -212,13 +213,13 @@ class Ingress:
             return error_response(internal())
 
     async def _complete(self, handler: Callable[[bytes], Awaitable[Answer]], request: dict[str, Any]) -> dict[str, Any]:
-        answer = await handler(json.dumps({**request, "stream": False}).encode())
+        answer = await handler(body_of(request, stream=False))
         return await answer.whole()
 
     async def _chunks(
         self, handler: Callable[[bytes], Awaitable[Answer]], request: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        answer = await handler(json.dumps({**request, "stream": True}).encode())
+        answer = await handler(body_of(request, stream=True))
         assert answer.stream is not None
         async with aclosing(answer.stream()) as events:
             async for event in events:

@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from serving.application import application_is_going
 from serving.engine_actor import EngineActor
 from serving.logs import configure_logging
+from serving.nodes import share_here
 from serving.watch import Watch, cause
 
 logger = logging.getLogger("ferry.replica")
@@ -47,13 +48,14 @@ class EngineReplica:
         self.id = serve.get_replica_context().replica_id.unique_id
         group = ray.util.get_current_placement_group()
         assert group is not None  # build() gives every replica one
+        cpus = group.bundle_specs[0].get("CPU", 0)
         self.actor = EngineActor.options(  # type: ignore[attr-defined]
             name=f"engine:{self.id}",
             namespace=ACTOR_NAMESPACE,
-            num_cpus=group.bundle_specs[0].get("CPU", 0),
+            num_cpus=cpus,
             num_gpus=group.bundle_specs[0].get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0),
-        ).remote(config, self.id, manager)
+        ).remote(config, self.id, manager, share_here(self.config, cpus))
         try:
             self.pid = (await self.actor.start.remote())["pid"]
         except Exception as error:

@@ -24,7 +24,14 @@ from tests.models import make_llama, make_qwen3
 
 BLOCK = 16
 CPU = torch.device("cpu")
-SHAPE = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24, "hidden_size": 96}
+NARROW = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24, "hidden_size": 96}
+WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 96}
+"""Heads as common models have them, which decoding reads straight from the cache (kernels/cpu/native/attention.h)."""
+FAMILIES: dict[str, tuple[Any, dict[str, int]]] = {
+    "llama": (make_llama, NARROW),
+    "qwen3": (make_qwen3, NARROW),
+    "wide": (make_llama, WIDE),
+}
 
 Answer = list[tuple[int, TokenLogprobs | None]]
 
@@ -34,8 +41,9 @@ def promised() -> bool:
     return dispatch.transposed_keys(CPU, torch.bfloat16)
 
 
-@dataclass
+@dataclass(repr=False)  # of all its weights
 class Loaded:
+    family: str
     model: torch.nn.Module
     config: ModelConfig
     alone: dict[Any, Answer] = field(default_factory=dict)
@@ -48,25 +56,25 @@ class Job:
 
 
 def load(family: str, path: Path) -> Loaded:
-    """A random model of a family: "llama" or "qwen3"; its checkpoint is made in `path`."""
-    make = {"llama": make_llama, "qwen3": make_qwen3}[family]
-    made = make(path, max_position_embeddings=2048, **SHAPE)
+    """A random model of one of the FAMILIES; its checkpoint is made in `path`."""
+    make, shape = FAMILIES[family]
+    made = make(path, max_position_embeddings=2048, **shape)
     config = ModelConfig.from_pretrained(made)
     model = load_model(made, config, dtype=torch.bfloat16)
     make_invariant(model, 2048, 64)
-    return Loaded(model, config)
+    return Loaded(family, model, config)
 
 
-def make_engine(loaded: Loaded, blocks: int = 400, host: int = 0, **options: Any) -> Engine:
+def make_engine(loaded: Loaded, blocks: int = 400, host: int = 0, block_size: int = BLOCK, **options: Any) -> Engine:
     config = loaded.config
     fmt = KVFormat(
-        *(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, torch.bfloat16),
+        *(config.num_layers, config.num_kv_heads, config.head_dim, block_size, torch.bfloat16),
         transposed_keys=dispatch.transposed_keys(CPU, torch.bfloat16),
     )
     keep = options.pop("keep_evicted", False)
     scheduling = SchedulerConfig(**{"max_model_len": 2048, "max_num_seqs": 64, **options})
     runner = ModelRunner(loaded.model, KVCache(fmt, blocks, host))
-    return Engine(runner, BlockPool(blocks, BLOCK, HostTier(host), keep), scheduling, vocab_size=config.vocab_size)
+    return Engine(runner, BlockPool(blocks, block_size, HostTier(host), keep), scheduling, vocab_size=config.vocab_size)
 
 
 def add(engine: Engine, name: str, wanted: Job) -> None:

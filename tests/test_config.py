@@ -216,6 +216,9 @@ def test_the_blade_preset_is_under_what_the_user_gives() -> None:
         ("quantization", "tpu_int8", "--quantization tpu_int8: TPU hardware is not supported"),
         ("hf_overrides", "{", "must be JSON"),
         ("seed", -1, "--seed is -1, must be at least 0"),
+        ("port", 10**400, f"--port is 1{'0' * 56}..., must be an integer of 64 bits"),
+        ("lease_s", 10**400, f"--lease_s is 1{'0' * 56}..., must be a number"),
+        ("swap_space", [[1]], "--swap_space is [[1]], must be a number"),
     ],
 )
 def test_wrong_values(name: str, value: object, part: str) -> None:

@@ -7,11 +7,12 @@ opposite are `negations`; single-dash spellings are `short`. All names use under
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from engine.values import is_integer, is_number, shown
 
 Kind = Literal["int", "float", "bool", "str", "list", "json", "file"]  # file: a path, or what it holds as a mapping
 
@@ -93,14 +94,14 @@ class Option:
             raise ConfigError(f"--{name} {value}: {self.refused[value]}")
         if value not in self.choices:
             known = [str(choice) for choice in self.choices if choice not in self.refused]
-            raise ConfigError(f"--{name} is {value!r}, must be one of {', '.join(known)}")
+            raise ConfigError(f"--{name} is {shown(value)}, must be one of {', '.join(known)}")
         return value
 
     def _check_range(self, name: str, value: Any) -> None:
         if self.above is not None and value <= self.above:
-            raise ConfigError(f"--{name} is {value}, must be {self.range_text}")
+            raise ConfigError(f"--{name} is {shown(value)}, must be {self.range_text}")
         if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
-            raise ConfigError(f"--{name} is {value}, must be {self.range_text}")
+            raise ConfigError(f"--{name} is {shown(value)}, must be {self.range_text}")
 
     @property
     def range_text(self) -> str:
@@ -126,10 +127,11 @@ def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
         try:
             value = kind(value)
         except ValueError:
-            raise ConfigError(f"--{name} is {value!r}, must be {article}") from None
-    accepted = int if kind is int else int | float
-    if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
-        raise ConfigError(f"--{name} is {value!r}, must be {article}")
+            raise ConfigError(f"--{name} is {shown(value)}, must be {article}") from None
+    if kind is int and is_integer(value) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"--{name} is {shown(value)}, must be an integer of 64 bits")
+    if not is_number(value) or (kind is int and not is_integer(value)):
+        raise ConfigError(f"--{name} is {shown(value)}, must be {article}")
     return kind(value)
 
 
@@ -139,14 +141,14 @@ def _boolean(name: str, value: Any) -> bool:
     word = str(value).lower()
     if word in TRUE or word in FALSE:
         return word in TRUE
-    raise ConfigError(f"--{name} is {value!r}, must be true or false")
+    raise ConfigError(f"--{name} is {shown(value)}, must be true or false")
 
 
 def _text(name: str, value: Any) -> str:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
-        raise ConfigError(f"--{name} is {value!r}, must be a text")
+        raise ConfigError(f"--{name} is {shown(value)}, must be a text")
     return str(value)
 
 
@@ -154,7 +156,7 @@ def _file(name: str, value: Any) -> str | dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     if not isinstance(value, str | os.PathLike) or value == "":
-        raise ConfigError(f"--{name} is {value!r}, must be the path of a file, or a mapping")
+        raise ConfigError(f"--{name} is {shown(value)}, must be the path of a file, or a mapping")
     return os.fspath(value)
 
 
@@ -162,7 +164,7 @@ def _items(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [item.strip() for item in value.split(",")]
     if not isinstance(value, list | tuple) or any(isinstance(item, dict) for item in value):
-        raise ConfigError(f"--{name} is {value!r}, must be a list")
+        raise ConfigError(f"--{name} is {shown(value)}, must be a list")
     return tuple(str(item) for item in value if str(item))
 
 
@@ -171,7 +173,7 @@ def _json(name: str, value: Any) -> Any:
         try:
             value = json.loads(value)
         except ValueError:
-            raise ConfigError(f"--{name} is {value!r}, must be JSON") from None
+            raise ConfigError(f"--{name} is {shown(value)}, must be JSON") from None
     if isinstance(value, bool) or not isinstance(value, dict | int):
-        raise ConfigError(f"--{name} is {value!r}, must be a JSON object")
+        raise ConfigError(f"--{name} is {shown(value)}, must be a JSON object")
     return value

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from engine.values import is_integer, is_number, shown
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this mean greedy decoding."""
@@ -47,9 +48,13 @@ class SamplingParams:
             _integer("logprobs", self.logprobs, 0, 2**31 - 1)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos is {shown(self.ignore_eos)}, must be True or False")
+        if not isinstance(self.stop_token_ids, list | tuple):
+            raise ValueError(f"stop_token_ids is {shown(self.stop_token_ids)}, must be a list of token ids")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
@@ -71,14 +76,14 @@ class SamplingParams:
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
     """The range is closed; with `above` it leaves out `low`."""
     within = f"in {'(' if above else '['}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}, must be a number {within}")
+    if not is_number(value):
+        raise ValueError(f"{name} is {shown(value)}, must be a number {within}")
     if not low <= value <= high or (above and value == low):
-        raise ValueError(f"{name} is {value!r}, must be {within}")
+        raise ValueError(f"{name} is {shown(value)}, must be {within}")
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r}, must be an integer")
+    if not is_integer(value):
+        raise ValueError(f"{name} is {shown(value)}, must be an integer")
     if not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}, must be in [{low}, {high}]")
+        raise ValueError(f"{name} is {shown(value)}, must be in [{low}, {high}]")

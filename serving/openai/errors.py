@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engine import values
+
 MESSAGE_LIMIT = 500  # characters
-VALUE_LIMIT = 60  # characters of a wrong value shown back
 
 _DICTIONARY = re.compile(r"a valid dictionary( or instance of \w+)?")  # JSON's word is object
 
@@ -104,8 +105,7 @@ def shown(value: Any) -> str:
     """A wrong value, short enough to show back; of a large one only its kind."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
-    text = repr(value[: VALUE_LIMIT + 1] if isinstance(value, str) else value)
-    return text if len(text) <= VALUE_LIMIT else text[: VALUE_LIMIT - 3] + "..."
+    return values.shown(value)
 
 
 def _restore(

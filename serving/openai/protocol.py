@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from serving.openai.errors import bad_request, from_validation
+from serving.openai.errors import bad_request, from_validation, shown
 from serving.openai.fields import drop_known
 from serving.openai.messages import Messages
 
@@ -30,6 +30,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 64
+MOST_TOKENS = 2**31 - 1  # that can be asked for, however long the model's longest sequence is
 
 _RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt")
 
@@ -80,7 +81,7 @@ class CommonRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -103,9 +104,9 @@ class CommonRequest(BaseModel):
     @classmethod
     def _one_choice(cls, n: int) -> int:
         if n < 1:
-            raise ValueError(f"n is {n}, must be 1")
+            raise ValueError(f"n is {shown(n)}, must be 1")
         if n > 1:
-            raise ValueError(f"n is {n}: more than one choice per prompt is not built yet, use n = 1")
+            raise ValueError(f"n is {shown(n)}: more than one choice per prompt is not built yet, use n = 1")
         return n
 
     @model_validator(mode="after")
@@ -132,7 +133,7 @@ class CommonRequest(BaseModel):
 
 class ChatCompletionRequest(CommonRequest):
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
@@ -190,6 +191,27 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
 def parse_completion(body: bytes) -> CompletionRequest:
     """The request in an HTTP body. Raises APIError 400 with one sentence that names the field."""
     return _parse(body, CompletionRequest)
+
+
+def body_of(request: Any, **fields: Any) -> bytes:
+    """The HTTP body that a Python handle's request, a dict, stands for; `fields` replace those it has.
+
+    Raises APIError 400 naming a field that JSON cannot hold.
+    """
+    if not isinstance(request, dict):
+        raise bad_request(f"the request is {shown(request)}, must be a dict of its fields")
+    try:
+        return json.dumps({**request, **fields}, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        name = next((name for name, value in request.items() if not _is_json(name, value)), None)
+        raise bad_request(f"{name} is {shown(request.get(name))}, must be a value of JSON", str(name)) from None
+
+
+def _is_json(name: Any, value: Any) -> bool:
+    try:
+        return bool(json.dumps({name: value}, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _parse(body: bytes, kind: type[R]) -> R:

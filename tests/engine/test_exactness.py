@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from engine.engine import Engine
 from engine.request import Request
 from engine.sampling.params import SamplingParams
-from tests.exact import Answer, Job, Loaded, add, alone, collect, load, make_engine, promised, run
+from tests.exact import BLOCK, FAMILIES, Answer, Job, Loaded, add, alone, collect, load, make_engine, promised, run
 
 pytestmark = pytest.mark.skipif(not promised(), reason="bits are promised for the native kernels only")
 
@@ -48,7 +48,7 @@ def job(seed: int, common: list[int] = (), longest: int = 90, tokens: int = 24) 
     return Job(prompt, SamplingParams(**params))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return load(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -68,14 +68,41 @@ def assert_undisturbed(loaded: Loaded, jobs: dict[str, Job], answers: dict[str, 
         assert answers[name] == alone(loaded, name, wanted), name
 
 
-COMMON = [9] * 37
-JOBS = {f"r{i}": job(i, COMMON if i % 4 == 0 else []) for i in range(64)}
+class Work(NamedTuple):
+    """What a model is given."""
+
+    jobs: dict[str, Job]
+    prefix: list[int]  # of requests that have to be as long as those
+    room: int  # times as many blocks as short requests need
+
+
+def some_jobs(common: list[int], longest: int) -> dict[str, Job]:
+    return {f"r{i}": job(i, common) if i % 4 == 0 else job(i, longest=longest) for i in range(64)}
+
+
+SHORT, LONG = Work(some_jobs([9] * 37, 90), [], 1), Work(some_jobs([9] * 220, 330), [9] * 270, 3)
+"""Running states of attention are merged every 256 tokens: of LONG half the requests come that far, some while they
+decode."""
+
+
+def work_of(loaded: Loaded) -> Work:
+    return LONG if loaded.family == "wide" else SHORT
+
+
+def first(loaded: Loaded, count: int) -> dict[str, Job]:
+    return dict(list(work_of(loaded).jobs.items())[:count])
+
+
+def test_long_work_is_long() -> None:
+    ends = [(len(job.prompt), len(job.prompt) + (job.params.max_tokens or 0)) for job in LONG.jobs.values()]
+    assert sum(end > 256 for _, end in ends) >= 20
+    assert sum(start < 256 < end - 1 for start, end in ends) >= 3
 
 
 def test_penalties_decide_tokens(loaded: Loaded) -> None:
     """Else the rest of this file would not notice if they were lost."""
     differ = {True: 0, False: 0}
-    for name, wanted in JOBS.items():
+    for name, wanted in work_of(loaded).jobs.items():
         if wanted.params.penalized:
             plain = replace(wanted.params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
             engine = make_engine(loaded)
@@ -85,13 +112,13 @@ def test_penalties_decide_tokens(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize("mates", [1, 2, 7, 15, 31, 63])
 def test_batch_mates(loaded: Loaded, mates: int) -> None:
-    jobs = dict(list(JOBS.items())[: mates + 1])
+    jobs = first(loaded, mates + 1)
     assert_undisturbed(loaded, jobs, run(make_engine(loaded), jobs))
 
 
 @pytest.mark.parametrize("budget", [16, 17, 33, 64, 100, 512, 2048])
 def test_chunk_budgets(loaded: Loaded, budget: int) -> None:
-    jobs = {"long": job(2, COMMON * 20), **dict(list(JOBS.items())[:12])}
+    jobs = {"long": job(2, [9] * 740), **first(loaded, 12)}
     engine = make_engine(loaded, max_num_batched_tokens=budget, max_num_seqs=min(budget, 64))
     assert_undisturbed(loaded, jobs, run(engine, jobs))
 
@@ -99,17 +126,23 @@ def test_chunk_budgets(loaded: Loaded, budget: int) -> None:
 @pytest.mark.parametrize("caching", [True, False])
 def test_prefix_cache_on_off_and_partly_hit(loaded: Loaded, caching: bool) -> None:
     engine = make_engine(loaded, prefix_caching=caching)
-    jobs = dict(list(JOBS.items())[:12])
+    jobs = first(loaded, 12)
     assert_undisturbed(loaded, jobs, run(engine, jobs))
-    again = {name: JOBS[name] for name in reversed(jobs)}
+    again = {name: jobs[name] for name in reversed(jobs)}
     assert_undisturbed(loaded, again, run(engine, again))
     assert (engine.stats().cached_tokens > 0) == caching
 
 
 @pytest.mark.parametrize("preempt", ["RECOMPUTE", "SWAP"])
 def test_preemption(loaded: Loaded, preempt: str) -> None:
-    jobs = dict(list(JOBS.items())[:24])
-    engine = make_engine(loaded, blocks=24, host=200, preempt=preempt, max_num_batched_tokens=128)
+    jobs = first(loaded, 24)
+    engine = make_engine(
+        loaded,
+        blocks=24 * work_of(loaded).room,
+        host=200 * work_of(loaded).room,
+        preempt=preempt,
+        max_num_batched_tokens=128,
+    )
     assert_undisturbed(loaded, jobs, run(engine, jobs))
     assert engine.stats().preemptions > 0
 
@@ -117,9 +150,9 @@ def test_preemption(loaded: Loaded, preempt: str) -> None:
 @pytest.mark.parametrize("preempt", ["RECOMPUTE", "SWAP"])
 def test_preemption_in_the_middle_of_an_output(loaded: Loaded, preempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is counted of the output for penalties has to come back with it."""
-    jobs = {f"p{i}": job(i, longest=30) for i in range(14)}
+    jobs = {f"p{i}": job(i, work_of(loaded).prefix, longest=30) for i in range(14)}
     jobs = {name: Job(w.prompt, replace(w.params, max_tokens=60)) for name, w in jobs.items()}
-    engine = make_engine(loaded, blocks=24, host=200, preempt=preempt)
+    engine = make_engine(loaded, blocks=24 + len(work_of(loaded).prefix) // BLOCK, host=600, preempt=preempt)
     lost: list[int] = []  # tokens of the output that penalized requests had
     give_away = engine.scheduler._preempt
 
@@ -135,11 +168,21 @@ def test_preemption_in_the_middle_of_an_output(loaded: Loaded, preempt: str, mon
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads(loaded: Loaded, threads: int) -> None:
-    jobs = {"long": job(4, COMMON * 40, tokens=12), "r1": JOBS["r1"], "r3": JOBS["r3"]}
+    jobs = {"long": job(4, [9] * 1480, tokens=12), **first(loaded, 4)}
     expected = {name: alone(loaded, name, wanted) for name, wanted in jobs.items()}
     torch.set_num_threads(threads)
     assert run(make_engine(loaded), jobs) == expected
     assert run(make_engine(loaded), {"long": jobs["long"]}) == {"long": expected["long"]}  # its context is split
+
+
+def test_block_sizes(loaded: Loaded) -> None:
+    """Tiles of attention are 16 keys, or a block where that is smaller: all sizes but 8 have the same bits."""
+    jobs = first(loaded, 12)
+    for size in (32, 64, 128):
+        assert_undisturbed(loaded, jobs, run(make_engine(loaded, block_size=size), jobs))
+    eights = run(make_engine(loaded, block_size=8), jobs)
+    lone = {name: run(make_engine(loaded, block_size=8), {name: wanted})[name] for name, wanted in jobs.items()}
+    assert eights == lone
 
 
 def move(source: Engine, destination: Engine, name: str) -> None:
@@ -155,7 +198,7 @@ def move(source: Engine, destination: Engine, name: str) -> None:
 
 
 def test_export_and_adopt(loaded: Loaded) -> None:
-    jobs = dict(list(JOBS.items())[:8])
+    jobs = first(loaded, 8)
     engines = [make_engine(loaded), make_engine(loaded)]
     answers: dict[str, Answer] = {}
     for name, wanted in jobs.items():
@@ -179,7 +222,7 @@ def test_export_and_adopt(loaded: Loaded) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_schedules(loaded: Loaded, seed: int) -> None:
     """Arrivals, budgets, caches, tight memory and moves drawn from a seed."""
-    source = random.Random(seed)
+    source, work = random.Random(seed), work_of(loaded)
     options: dict[str, Any] = {
         "max_num_batched_tokens": source.choice([16, 24, 64, 200, 2048]),
         "max_num_seqs": source.choice([1, 3, 16]),
@@ -187,12 +230,12 @@ def test_random_schedules(loaded: Loaded, seed: int) -> None:
         "policy": source.choice(["fcfs", "priority"]),
         "prefix_caching": source.random() < 0.7,
         "keep_evicted": source.random() < 0.5,
-        "blocks": source.choice([12, 20, 60]),
-        "host": source.choice([0, 10, 100]),
+        "blocks": source.choice([12, 20, 60]) * work.room,
+        "host": source.choice([0, 10, 100]) * work.room,
     }
     engines = [make_engine(loaded, **options) for _ in range(2)]
-    names = source.sample(sorted(JOBS), source.randrange(2, 7))
-    jobs = {name: JOBS[name] for name in names}
+    names = source.sample(sorted(work.jobs), source.randrange(2, 7))
+    jobs = {name: work.jobs[name] for name in names}
     waiting = list(jobs)
     answers: dict[str, Answer] = {}
     while waiting or any(engine.has_work for engine in engines):
@@ -204,8 +247,9 @@ def test_random_schedules(loaded: Loaded, seed: int) -> None:
             engine.scheduler.check()
         if source.random() < 0.2:
             here, there = source.sample(engines, 2)
-            moving = [r for r in here.scheduler.running if r.output and r.pending == 1]
-            room = there.scheduler.pool.available > 8 and len(there.scheduler.running) < options["max_num_seqs"]
-            if moving and room and not there.scheduler.waiting:
+            most = there.scheduler.pool.available - 2
+            moving = [r for r in here.scheduler.running if r.output and r.pending == 1 and len(r.blocks) < most]
+            seats = len(there.scheduler.running) < options["max_num_seqs"]
+            if moving and seats and not there.scheduler.waiting:
                 move(here, there, source.choice(moving).id)
     assert_undisturbed(loaded, jobs, answers)

@@ -3,11 +3,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from engine import host
+
+
+def on_host(monkeypatch: pytest.MonkeyPatch, cores: int, quota: float | None) -> None:
+    monkeypatch.setattr(host, "physical_cores", lambda: list(range(cores)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(host, "cpu_quota", lambda: quota)
 
 
 @pytest.mark.parametrize(
@@ -26,34 +33,82 @@ from engine import host
 def test_threads_are_shared_out(
     monkeypatch: pytest.MonkeyPatch, cores: int, quota: float | None, engines: int, reserved: int, threads: int
 ) -> None:
-    monkeypatch.setattr(host, "physical_cores", lambda: list(range(cores)))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    monkeypatch.setattr(host, "_cgroup_quota", lambda: quota)
-    assert host.default_threads(engines, reserved) == threads
+    on_host(monkeypatch, cores, quota)
+    assert host.default_threads(host.Share(engines), reserved) == threads
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(None, 15), (4.0, 4), (0.5, 1), (3.9, 3), (64.0, 15)])
+def test_no_more_threads_than_cpus_reserved(monkeypatch: pytest.MonkeyPatch, cpus: float, threads: int) -> None:
+    on_host(monkeypatch, 16, None)
+    assert host.default_threads(host.Share(1, cpus), 1) == threads
 
 
 @pytest.mark.parametrize(
-    ("files", "quota"),
+    ("engines", "cpus", "node", "here"),
     [
-        ({"cpu.max": "150000 100000"}, 1.5),
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ({}, None),
+        (8, 4, 16, 4),  # others must be on other nodes
+        (8, 4, 7, 1),
+        (2, 4, 64, 2),
+        (8, 0.5, 2, 4),
+        (3, 8, 4, 1),  # more than the node has: it runs nevertheless
+        (3, 0, 4, 3),
     ],
 )
-def test_cgroup_quotas_of_both_versions(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert host._cgroup_quota(tmp_path) == quota
+def test_only_engines_that_fit_share_a_node(engines: int, cpus: float, node: float, here: int) -> None:
+    assert host.Share.of_node(engines, cpus, node) == host.Share(here, cpus)
 
 
-def test_a_cgroup_limits_memory(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1048576")
-    assert host.memory_limit_bytes(tmp_path) == 1 << 20
-    (tmp_path / "memory.max").write_text("max")
-    assert host.memory_limit_bytes(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+@pytest.mark.parametrize(
+    ("nodes", "engines", "part"),
+    [
+        ([16], 2, 7),
+        ([16, 16, 16, 16], 4, 15),
+        ([16, 16, 16, 16], 8, 7),
+        ([16, 4], 2, 7),
+        ([16, 4], 4, 3),
+        ([1, 1], 2, 1),
+        ([2, 2], 3, 1),
+        ([4], 9, 1),
+        ([], 1, 1),
+    ],
+)
+def test_engines_get_equal_parts_of_unequal_nodes(nodes: list[float], engines: int, part: int) -> None:
+    assert host.equal_part(nodes, engines, 1) == part
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (0.5, 1), (2.9, 2), (64.0, 8)])
+def test_usable_cores_are_whole_and_at_least_one(monkeypatch: pytest.MonkeyPatch, quota: float, cores: int) -> None:
+    on_host(monkeypatch, 8, quota)
+    assert host.usable_cores() == cores
+
+
+def test_memory_is_the_cgroups_limit_or_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, allowed in ((1 << 20, 1 << 20), (None, physical), (1 << 62, physical)):
+        monkeypatch.setattr(host, "memory_limit", lambda limit=limit: limit)
+        assert host.memory_limit_bytes() == allowed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_a_thread_that_gives_way_does_so_with_those_it_starts_only() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    found: list[int] = []
+
+    def starts_another() -> None:
+        host.give_way()
+        found.append(priority())
+        inner = threading.Thread(target=lambda: found.append(priority()))
+        inner.start()
+        inner.join()
+
+    before = priority()
+    outer = threading.Thread(target=starts_another)
+    outer.start()
+    outer.join()
+    assert found == [min(19, before + host.NICENESS)] * 2
+    assert priority() == before
 
 
 def test_cores_are_claimed_once_and_freed_by_death(tmp_path: Path) -> None:

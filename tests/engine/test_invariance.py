@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from engine import LLM, SamplingParams
+from engine.engine import Engine
 from engine.layers import invariance
-from engine.layers.invariance import is_invariant, make_invariant, rounding_of
+from engine.layers.invariance import BATCHES, is_invariant, make_invariant, rounding_of, sizes_checked
 from engine.layers.linear import FIXED_ROWS, Linear, can_pack
+from kernels import dispatch
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.empty(1, dtype=torch.bfloat16)), reason="this processor multiplies bfloat16 another way"
@@ -68,7 +71,8 @@ class Fickle(Linear):
 )
 def test_a_layer_is_mended_by_the_cheapest_way_that_works(below: int, min_rows: int, fixed: bool) -> None:
     layer = Fickle(below)
-    assert make_invariant(nn.Sequential(layer), 256, 64) == (below > 2)
+    outcome = make_invariant(nn.Sequential(layer), 256, 64)
+    assert (outcome.mended, outcome.invariant) == (((8, 8),) if below > 2 else (), True)
     assert (layer.min_rows, layer.fixed_rows) == (min_rows, fixed)
     assert is_invariant(layer, 256)
 
@@ -90,22 +94,106 @@ def test_layers_with_few_outputs_and_small_limits_are_invariant_too(shape: tuple
     assert len(ways) == 1, "engines with other limits multiply in the same way"
 
 
+class Placed(Linear):
+    """Rows come out differently from a place in the batch on."""
+
+    def __init__(self, first: int, out_features: int = 8, in_features: int = 8):
+        super().__init__(in_features, out_features)
+        self.first = first
+        self.sizes: list[int] = []
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        out = torch.zeros(len(x), len(self.weight), dtype=torch.bfloat16)
+        out[:, :8] = x[:, :8]
+        out[self.first :] += 1
+        return out
+
+
+@pytest.mark.parametrize("first", [1, 5, 33, 300, 511, 2047, 2999])
+def test_every_row_of_the_largest_batches_is_compared(first: int) -> None:
+    for out_features, in_features in ((8, 8), (30_000, 8000)):
+        layer = Placed(first, out_features, in_features)
+        layer.weight = nn.Parameter(torch.empty(1).bfloat16().expand(out_features, in_features), requires_grad=False)
+        assert not is_invariant(layer, 3000)
+        layer.first = 3000
+        assert is_invariant(layer, 3000)
+
+
+@pytest.mark.parametrize("shape", [(4096, 14_336), (28_672, 4096), (128_256, 4096)])
+@pytest.mark.parametrize("limit", [128, 2048, 3000])
+def test_of_large_layers_few_sizes_are_checked_with_the_largest(shape: tuple[int, int], limit: int) -> None:
+    sizes = sizes_checked(shape, limit)
+    assert sizes[-1] == limit and sizes == sorted(set(sizes))
+    assert {1, 2, 8, 16, 17, 33, 65} <= set(sizes) and (limit < 511 or {129, 511} <= set(sizes))
+    assert sum(sizes) < 2 * limit + 1000
+    assert sizes_checked((576, 1536), limit) == sorted({*(size for size in BATCHES if size < limit), 15, 16, 17, limit})
+
+
+def test_sizes_left_out_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariance, "WORK_LIMIT", 0)
+    with caplog.at_level(logging.INFO, "ferry.engine"):
+        make_invariant(nn.Sequential(linear(16, 8, seed=1)), 64, 64)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and said[0].startswith("linear (16, 8) is large: not checked for batches of 6, 7, 9, ")
+    assert said[0].endswith(", 512, 1024 rows")
+    caplog.clear()
+    monkeypatch.undo()
+    with caplog.at_level(logging.INFO, "ferry.engine"):
+        make_invariant(nn.Sequential(linear(16, 8, seed=1)), 64, 64)
+    assert not caplog.records
+
+
+def test_a_layer_that_nothing_mends_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    layer = Placed(3)
+    outcome = make_invariant(nn.Sequential(linear(16, 8, seed=1), layer), 256, 64)
+    assert (outcome.mended, outcome.dependent, outcome.invariant) == ((), ((8, 8),), False)
+    assert (layer.min_rows, layer.fixed_rows) == (2, False)
+    assert "linear (8, 8) depends on the batch here, even in tiles of 16 rows" in caplog.text
+
+
+def engine_of(path: Path, **options: Any) -> Engine:
+    return LLM(str(path), dtype="bfloat16", max_model_len=64, swap_space=0, **options).engine
+
+
+PROMISED = dispatch.transposed_keys(torch.device("cpu"), torch.bfloat16)  # else torch's kernels promise tokens only
+
+
 def test_batch_invariant_false_mends_nothing_and_says_so(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a processor where every shape fails the check: tiles with the option, the plain product without it."""
-    monkeypatch.setattr(invariance, "is_invariant", lambda layer, rows: False)
+    monkeypatch.setattr(invariance, "is_invariant", lambda layer, rows: layer.fixed_rows)
     sizes: list[int] = []
     multiply = Linear._multiply
     monkeypatch.setattr(Linear, "_multiply", lambda self, x: sizes.append(len(x)) or multiply(self, x))
     keys = []
-    for option, said in ((True, "batch_invariant on, 5 shapes"), (False, "batch_invariant off")):
+    kept = "batch_invariant on, 5 shapes" if PROMISED else "batch_invariant not kept, 5 shapes"
+    for option, said in ((True, kept), (False, "batch_invariant off")):
         caplog.clear()
         with caplog.at_level(logging.INFO, "ferry.engine"):
-            llm = LLM(str(tiny_llama), dtype="bfloat16", batch_invariant=option, max_model_len=64)
+            engine = engine_of(tiny_llama, batch_invariant=option)
         assert said in caplog.text
+        assert engine.reproducible == (option and PROMISED)
         sizes.clear()
-        llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
+        engine.add_request("r", [1, 2, 3, 4, 5], SamplingParams(max_tokens=3, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
         assert set(sizes) == ({FIXED_ROWS} if option else {5, 1})
-        keys.append(llm.engine.compat_key)
-    assert keys[0] != keys[1]  # their KV differs in its last bits
+        keys.append(engine.compat_key)
+    assert (keys[0] != keys[1]) == PROMISED  # their KV differs in its last bits
+
+
+def test_an_engine_whose_layers_cannot_be_mended_promises_nothing_and_says_so(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sound = engine_of(tiny_llama)
+    monkeypatch.setattr(invariance, "is_invariant", lambda layer, rows: False)
+    with caplog.at_level(logging.INFO, "ferry.engine"):
+        engine = engine_of(tiny_llama)
+    assert not engine.reproducible
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings[-1].startswith("batch_invariant is not kept by 5 shapes of linear layers: a token's bits may")
+    assert "batch_invariant not kept, 0 shapes of linear layers mended" in caplog.text
+    assert engine.compat_key == engine_of(tiny_llama, batch_invariant=False).compat_key
+    assert (engine.compat_key != sound.compat_key) == PROMISED

@@ -14,7 +14,7 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.build import weights_id
-from engine.config import ConfigError
+from engine.config import SERVICE_GROUPS, ConfigError, working_options
 from engine.event import NOT_FINITE
 from tests.models import make_llama, make_qwen3
 
@@ -231,6 +231,35 @@ def test_start_up_errors_are_one_line(options: dict[str, Any], sentence: str, ti
     with pytest.raises(ConfigError, match=sentence) as error:
         make(tiny_llama, **options)
     assert "\n" not in str(error.value)
+
+
+SERVICE_NAMES = [
+    name for option in working_options().values() if option.group in SERVICE_GROUPS for name in option.names
+]
+
+
+@pytest.mark.parametrize("name", SERVICE_NAMES)
+def test_parameters_of_services_are_refused_with_their_place(name: str, tiny_llama: Path) -> None:
+    spelling = name.replace("_", "-")
+    option = next(option for option in working_options().values() if name in option.names)
+    with pytest.raises(ConfigError) as error:
+        make(tiny_llama, **{spelling: option.default if option.default is not None else 1})
+    assert str(error.value) == f"--{name} is a parameter of services and does nothing here: give it to ferry serve"
+
+
+def test_what_a_service_alone_has_is_among_them(tiny_llama: Path) -> None:
+    assert {"num_replicas", "port", "served_model_name", "max_queue_time", "lease_s", "enable_llumnix"} <= {
+        *SERVICE_NAMES
+    }
+    assert make(tiny_llama, port=None).config.port == 8000  # None: not given, as everywhere
+
+
+@pytest.mark.parametrize("params", ["", {}, 0, [SamplingParams()], [None, None], {"temperature": 0.0}])
+def test_params_are_sampling_params_or_one_for_each_prompt(params: Any, tiny_llama: Path) -> None:
+    llm = make(tiny_llama, max_model_len=64)
+    with pytest.raises(ValueError, match="SamplingParams"):
+        llm.generate([[1, 2], [3]], params)
+    assert not llm.engine.scheduler.requests
 
 
 def test_prompts_that_cannot_run_are_refused_before_anything_runs(tiny_llama: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from engine.config import ConfigError, EngineConfig
-from engine.host import _cgroup_quota, memory_limit_bytes, usable_cores
 from engine.kv_cache import KVFormat
 from engine.memory import CPU_DEFAULT_BYTES, MemoryPlan, activation_bytes, plan_memory
 
@@ -18,8 +16,10 @@ BLOCK = 2 * 2 * 2 * 8 * 16 * 2  # layers x (K, V) x heads x dim x tokens x bytes
 GIB = 1 << 30
 
 
-def plan(limit: int = 64 * GIB, model: int = 0, step: int = 0, longest: int = 1024, **options: Any) -> MemoryPlan:
-    return plan_memory(EngineConfig(model="m", **options), FORMAT, longest, model, step, limit)
+def plan(
+    limit: int = 64 * GIB, model: int = 0, step: int = 0, longest: int = 1024, engines: int = 1, **options: Any
+) -> MemoryPlan:
+    return plan_memory(EngineConfig(model="m", **options), FORMAT, longest, model, step, engines, limit)
 
 
 def test_a_block_is_all_layers_of_its_tokens() -> None:
@@ -44,10 +44,11 @@ def test_a_share_of_the_memory_pays_for_weights_and_a_step_first() -> None:
     assert found.reason == "max_gpu_memory_utilization 0.5"
 
 
-def test_replicas_of_one_host_divide_the_share() -> None:
-    options = {"max_gpu_memory_utilization": 0.5, "num_replicas": 4, "swap_space": 0.0}
-    assert plan(1000 * BLOCK, **options).num_blocks == 125
-    assert plan(1000 * BLOCK, 100 * BLOCK, **options).num_blocks == 25
+def test_engines_of_one_host_divide_the_share_whatever_others_elsewhere() -> None:
+    options = {"max_gpu_memory_utilization": 0.5, "num_replicas": 40, "swap_space": 0.0}
+    assert plan(1000 * BLOCK, engines=4, **options).num_blocks == 125
+    assert plan(1000 * BLOCK, 100 * BLOCK, engines=4, **options).num_blocks == 25
+    assert plan(1000 * BLOCK, **options).num_blocks == 500
 
 
 def test_the_host_tier_is_paid_from_the_same_memory() -> None:
@@ -108,56 +109,3 @@ def test_activations_grow_with_every_size() -> None:
     assert base == 32 * (8 * 64 + 3 * 128) * 4 + 4 * 1000 * 16
     for larger in ((65, 128, 1000, 32, 4), (64, 129, 1000, 32, 4), (64, 128, 1001, 32, 4), (64, 128, 1000, 33, 4)):
         assert activation_bytes(*larger) > base
-
-
-# The host
-
-
-@pytest.mark.parametrize(
-    "files, expected",
-    [
-        ({"cpu.max": "150000 100000"}, 1.5),
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ({"cpu.max": "nonsense"}, None),
-        ({}, None),
-    ],
-)
-def test_the_cpu_quota_is_read_from_both_cgroup_versions(
-    tmp_path: Path, files: dict[str, str], expected: float | None
-) -> None:
-    write(tmp_path, files)
-    assert _cgroup_quota(tmp_path) == expected
-
-
-@pytest.mark.parametrize("quota, cores", [(None, 8), (0.5, 1), (2.9, 2), (64.0, 8)])
-def test_usable_cores_are_whole_and_at_least_one(monkeypatch: pytest.MonkeyPatch, quota: float, cores: int) -> None:
-    monkeypatch.setattr("engine.host._cgroup_quota", lambda: quota)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    assert usable_cores() == cores
-
-
-@pytest.mark.parametrize(
-    "files, expected",
-    [
-        ({"memory.max": "12345\n"}, 12345),
-        ({"memory.max": "max\n"}, None),
-        ({"memory/memory.limit_in_bytes": "54321"}, 54321),
-        ({"memory/memory.limit_in_bytes": str(2**63)}, None),
-        ({}, None),
-    ],
-)
-def test_the_memory_limit_is_the_cgroups_or_all_of_it(
-    tmp_path: Path, files: dict[str, str], expected: int | None
-) -> None:
-    write(tmp_path, files)
-    physical = memory_limit_bytes(tmp_path / "nothing")
-    assert physical > 0
-    assert memory_limit_bytes(tmp_path) == (physical if expected is None else expected)
-
-
-def write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text(text)

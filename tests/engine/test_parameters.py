@@ -6,6 +6,7 @@ import csv
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +276,7 @@ def test_prompt_cache_enable_swap(tiny_llama: Path) -> None:
 
 def test_max_queue_time(tiny_llama: Path) -> None:
     def ended(limit: int) -> list[tuple[str, str | None]]:
-        engine = build_engine(make(tiny_llama, max_queue_time=limit, max_num_seqs=1).config)  # LLM itself has no limit
+        engine = build_engine(replace(make(tiny_llama, max_num_seqs=1).config, max_queue_time=limit))
         now = [100.0]
         engine.clock = engine.scheduler.clock = lambda: now[0]
         for name in ("runs", "waits"):

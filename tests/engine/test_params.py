@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from engine.sampling.params import SamplingParams
 
@@ -32,6 +33,48 @@ def test_ranges_are_told_in_one_sentence(name: str) -> None:
         with pytest.raises(ValueError) as wrong:
             SamplingParams(**{name: value})
         assert str(wrong.value) == f"{name} is {value!r}, must be a number in {within}"
+
+
+HUGE = 10**400  # no float holds it
+WRONG: list[Any] = [
+    *(HUGE, -HUGE, 10**5000, float("nan"), float("inf"), -float("inf"), True, False, None),
+    *("", "1", "a" * 5000, b"1", [], [1], [[1]], (), {}, {1}, object(), 1j, torch.tensor(1.0)),
+]
+RIGHT: dict[str, list[Any]] = {
+    "max_tokens": [None],
+    "stop_token_ids": [[], [1], ()],
+    "ignore_eos": [True, False],
+    "seed": [None],
+    "logprobs": [None],
+}
+"""Of WRONG, what is right for a field."""
+
+
+@pytest.mark.parametrize("name", SamplingParams.__dataclass_fields__)
+def test_whatever_a_field_is_given_is_taken_or_refused_in_one_line(name: str) -> None:
+    for value in WRONG:
+        if any(value is right or (type(value) is type(right) and value == right) for right in RIGHT.get(name, [])):
+            SamplingParams(**{name: value})
+            continue
+        with pytest.raises(ValueError, match=rf"^{name} is .{{1,70}}, must be ") as wrong:
+            SamplingParams(**{name: value})
+        assert len(str(wrong.value).splitlines()) == 1 and len(str(wrong.value)) < 160
+
+
+def test_stop_token_ids_holds_token_ids_only() -> None:
+    for inner in WRONG:
+        for outer in ([inner], (1, inner)):
+            with pytest.raises(ValueError, match=r"^stop_token_ids is .{1,70}, must be "):
+                SamplingParams(stop_token_ids=outer)  # type: ignore[arg-type]
+
+
+def test_a_huge_number_is_shown_in_part() -> None:
+    with pytest.raises(ValueError) as wrong:
+        SamplingParams(temperature=HUGE)
+    assert str(wrong.value) == f"temperature is 1{'0' * 56}..., must be a number in [0, 100]"
+    with pytest.raises(ValueError) as wrong:
+        SamplingParams(seed=10**5000)
+    assert str(wrong.value).startswith("seed is an integer of thousands of digits, must be in [")
 
 
 @pytest.mark.parametrize(

@@ -5,25 +5,53 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 import ray
 
+from engine.host import SERVICE_CORES, physical_cores, usable_cores
 from tests.integration.service import Service
 
+CORES = min(len(physical_cores()), usable_cores())
 LIMIT_S = 0.05
 PROMPT_TOKENS = 8000
 
 
+def ensure(application: Service, threads: int | None) -> Service:
+    options = {"model": "demo:smollm2", "num_replicas": 1, "kv_cache_memory_bytes": 512 << 20}
+    return application.ensure(**options, threads=threads, num_cpus_per_replica=None)
+
+
+def threads_of(demo: Service) -> int:
+    """Of the engine's own thread."""
+
+    def threads(actor: Any) -> int:
+        from concurrent.futures import Future
+
+        import torch
+
+        found: Future[int] = Future()
+        actor.thread.post(lambda: found.set_result(torch.get_num_threads()))
+        return found.result(5)
+
+    return next(iter(demo.inside(threads).values()))
+
+
 @pytest.fixture
 def demo(application: Service) -> Service:
-    return application.ensure(model="demo:smollm2", num_replicas=1, kv_cache_memory_bytes=512 << 20)
+    return ensure(application, None)
 
 
 @pytest.mark.slow
-def test_a_long_prefill_holds_up_neither_health_nor_the_engine_process(demo: Service) -> None:
+@pytest.mark.parametrize("threads", [CORES, None], ids=["all cores", "default"])
+def test_a_long_prefill_holds_up_neither_health_nor_the_engine_process(
+    threads: int | None, application: Service
+) -> None:
+    demo = ensure(application, threads)
+    assert threads_of(demo) == (threads or max(1, CORES - SERVICE_CORES))
     engine = next(iter(demo.engines().values()))
     body = {"model": "tiny", "prompt": [i % 40_000 for i in range(PROMPT_TOKENS)], "max_tokens": 1}
     answers: list[httpx.Response] = []

@@ -15,6 +15,7 @@ from serving.api import Api
 from serving.ingress_metrics import IngressMetrics
 from serving.messages import Output, is_terminal, output_of
 from serving.openai.errors import APIError
+from serving.openai.protocol import body_of
 
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 90, 91]
 FIELDS: list[dict[str, Any]] = [
@@ -109,3 +110,35 @@ async def test_wrong_values_are_refused_before_anything_runs(
         await served.completion(body(**{field: value}))
     assert (wrong.value.status, wrong.value.param, wrong.value.message) == (400, field, sentence)
     assert not llm.engine.has_work
+
+
+WRONG: list[Any] = [10**400, -(10**400), "INF", "-INF", True, "5", {}, [1.5], [[1]], [[[[]]]], ["5"], [None], [10**400]]
+RIGHT: dict[str, list[Any]] = {"ignore_eos": [True]}
+
+
+@pytest.mark.parametrize("name", SamplingParams.__dataclass_fields__)
+async def test_whatever_a_field_is_given_is_refused_with_its_name(name: str, served: Api) -> None:
+    for value in WRONG:
+        if value in RIGHT.get(name, []):
+            continue
+        sent = body(**{name: value}).replace(b'"INF"', b"1e400").replace(b'"-INF"', b"-1e400")
+        with pytest.raises(APIError) as wrong:
+            await served.completion(sent)
+        assert (wrong.value.status, wrong.value.type) == (400, "invalid_request_error"), value
+        assert wrong.value.param in (name, f"{name}[0]"), value
+        assert wrong.value.message.startswith(name) and len(wrong.value.message) < 160, wrong.value.message
+
+
+def test_a_handles_request_holds_what_json_can_hold() -> None:
+    for value in (float("nan"), [float("inf")], 10**5000, {1}, object(), b"x"):
+        with pytest.raises(APIError) as wrong:
+            body_of({"model": "m", "temperature": value}, stream=False)
+        assert (wrong.value.status, wrong.value.param) == (400, "temperature")
+        assert wrong.value.message.startswith("temperature is ") and len(wrong.value.message) < 120
+
+
+def test_a_handles_request_becomes_a_body() -> None:
+    assert json.loads(body_of({"model": "m", "stream": True}, stream=False)) == {"model": "m", "stream": False}
+    for request in (None, "model", [1]):
+        with pytest.raises(APIError, match="must be a dict of its fields"):
+            body_of(request, stream=False)
