@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,30 @@ def test_a_compiler_that_fails_in_no_known_encoding_is_a_sentence(tmp_path: Path
     cc.chmod(0o755)
     done = loaded(tmp_path, f"{cc.parent}{os.pathsep}{os.environ['PATH']}")
     assert "Unavailable" in done.stderr and "UnicodeDecodeError" not in done.stderr
+
+
+def test_without_a_compiler_torch_takes_over_with_one_line(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import logging, torch
+        logging.basicConfig(format="%(message)s")
+        from kernels import cpu, dispatch
+        x = torch.randn(4, 32)
+        for _ in range(3):
+            dispatch.rms_norm(x, torch.ones(32), 1e-5)
+        assert cpu.numerics(torch.bfloat16) == "torch"
+        assert not dispatch.transposed_keys(x.device, torch.bfloat16)
+    """)
+    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "kernels" in line]
+    assert len(lines) == 1 and "no C compiler" in lines[0]
+
+
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    script = "from kernels.cpu.compile import load; load()"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    running = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(3)]
+    assert [process.wait(120) for process in running] == [0, 0, 0]
+    assert len(list((tmp_path / "ferry").glob("*.so"))) == 1
+    assert not list((tmp_path / "ferry").glob("*.tmp"))
