@@ -45,21 +45,11 @@ class AttentionCall(ctypes.Structure):
     """The arguments of attention that are the same for all layers of a step (interface.h)."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                *("num_sequences", "heads", "kv_heads", "head_dim", "block_size", "window", "threads", "reserved"),
-            )
-        ),
+        *((name, ctypes.c_int32) for name in ("num_sequences", "heads", "kv_heads", "head_dim", "window", "threads")),
         ("scale", F32),
-        ("reserved_scale", F32),
-        *(
-            (name, I64)
-            for name in (
-                *("q_token_stride", "block_stride", "k_head_stride", "k_token_stride", "k_dim_stride"),
-                *("v_head_stride", "v_token_stride", "table_stride"),
-            )
-        ),
+        ("cache", CacheLayout),
+        ("q_token_stride", I64),
+        ("table_stride", I64),
         *((name, P) for name in ("block_tables", "query_lens", "context_lens", "query_starts")),
     ]
 
@@ -208,23 +198,16 @@ class NativeOps:
         lens = np.array([meta.query_lens, meta.context_lens], dtype=np.int32)
         starts = np.concatenate([[0], np.cumsum(lens[0])[:-1]]).astype(np.int32)
         tables = meta.block_tables.contiguous()
-        layout = _layout(k_cache, v_cache)
         call = AttentionCall(
             num_sequences=lens.shape[1],
             heads=q.shape[1],
             kv_heads=k_cache.shape[2],
             head_dim=q.shape[2],
-            block_size=meta.block_size,
             window=window,
             threads=_threads(),
             scale=scale,
             q_token_stride=q.stride(0),
-            block_stride=layout.block_stride,
-            k_head_stride=layout.k_head_stride,
-            k_token_stride=layout.k_token_stride,
-            k_dim_stride=layout.k_dim_stride,
-            v_head_stride=layout.v_head_stride,
-            v_token_stride=layout.v_token_stride,
+            cache=_layout(k_cache, v_cache),
             table_stride=tables.stride(0),
             block_tables=tables.data_ptr(),
             query_lens=lens[0].ctypes.data,

@@ -19,17 +19,17 @@ typedef struct {
 /* Where the tile at position `start` of one kv head lies, the tile at `next` being read after it. */
 INLINE FN(Tile) FN(tile_at)(const AttentionCall *call, const E *k_cache, const E *v_cache, const int32_t *table,
                             int start, int next, int head) {
-    const int64_t block = table[start / call->block_size], offset = start % call->block_size;
-    const int64_t blocks_ahead = table[next / call->block_size] - block;
-    const int64_t tokens_ahead = next % call->block_size - offset;
+    const int block_size = call->cache.block_size;
+    const int64_t block = table[start / block_size], offset = start % block_size;
+    const int64_t blocks_ahead = table[next / block_size] - block, tokens_ahead = next % block_size - offset;
     return (FN(Tile)){
-        k_cache + block * call->block_stride + head * call->k_head_stride + offset * call->k_token_stride,
-        v_cache + block * call->block_stride + head * call->v_head_stride + offset * call->v_token_stride,
-        call->k_token_stride,
-        call->k_dim_stride,
-        call->v_token_stride,
-        blocks_ahead * call->block_stride + tokens_ahead * call->k_token_stride,
-        blocks_ahead * call->block_stride + tokens_ahead * call->v_token_stride,
+        k_cache + block * call->cache.block_stride + head * call->cache.k_head_stride + offset * call->cache.k_token_stride,
+        v_cache + block * call->cache.block_stride + head * call->cache.v_head_stride + offset * call->cache.v_token_stride,
+        call->cache.k_token_stride,
+        call->cache.k_dim_stride,
+        call->cache.v_token_stride,
+        blocks_ahead * call->cache.block_stride + tokens_ahead * call->cache.k_token_stride,
+        blocks_ahead * call->cache.block_stride + tokens_ahead * call->cache.v_token_stride,
     };
 }
 
@@ -99,7 +99,7 @@ INLINE void FN(attend_rows)(const Row *rows, const int count, int start, int tok
         }
         const vf p = select_(visible, exp_below(scores, maximum), splat(0.0f));
         correction[r] = state->maximum == -INFINITY ? 0.0f : exp1(state->maximum - maximum);
-        state->sum = state->sum * correction[r] + lane_sum(p);
+        state->sum = fma1(state->sum, correction[r], lane_sum(p));
         state->maximum = maximum;
         store16_f32(weights[r], p);
     }
@@ -168,12 +168,12 @@ static void FN(attend_tile)(const Row *rows, int num_rows, int start, int tokens
  * Rows are ordered by (kv head, token, head of the group). */
 static void FN(run_item)(const AttentionCall *call, const Item *item, const E *q, const E *k_cache, const E *v_cache,
                          Row *rows, float *scratch) {
-    const int head_dim = call->head_dim, block_size = call->block_size, width = padded(head_dim);
+    const int head_dim = call->head_dim, block_size = call->cache.block_size, width = padded(head_dim);
     const int group = call->heads / call->kv_heads;
     const int tile = block_size < LANES ? block_size : LANES;
     const int32_t *table = call->block_tables + item->sequence * call->table_stride;
     const int per_head = item->queries * group, num_rows = item->num_heads * per_head;
-    const int direct = per_head <= ROW_GROUP && call->k_token_stride == 1 && tile == LANES && head_dim % LANES == 0;
+    const int direct = per_head <= ROW_GROUP && call->cache.k_token_stride == 1 && tile == LANES && head_dim % LANES == 0;
     const int cached = call->context_lens[item->sequence] - call->query_lens[item->sequence];
     const int first_position = cached + item->first_query;
     float *kt = scratch, *vt = kt + head_dim * LANES, *queries = vt + LANES * width;

@@ -47,7 +47,7 @@ static void flush(Row *row, int width) {
     } else if (b->sum > 0.0f) {
         const float maximum = a->maximum > b->maximum ? a->maximum : b->maximum;
         const float x = a->sum > 0.0f ? exp1(a->maximum - maximum) : 0.0f, y = exp1(b->maximum - maximum);
-        a->sum = a->sum * x + b->sum * y;
+        a->sum = fma1(a->sum, x, b->sum * y);
         for (int d = 0; d < width; d += LANES)
             store16_f32(a->values + d, add_scaled(scale(load16_f32(b->values + d), y), load16_f32(a->values + d), x));
         a->maximum = maximum;
@@ -119,7 +119,7 @@ static void load_rows(Row *rows, int num_rows, int width, const float *memory) {
 
 /* How many lanes of a K tile to read: a transposed tile is read whole (its block exists), else only what is written. */
 INLINE int k_lanes(const AttentionCall *call, int tokens, int tile) {
-    return call->k_token_stride == 1 && tile == LANES ? LANES : tokens;
+    return call->cache.k_token_stride == 1 && tile == LANES ? LANES : tokens;
 }
 
 #endif

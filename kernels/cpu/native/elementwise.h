@@ -59,8 +59,8 @@ EXPORT void FN(silu_mul)(const E *x, E *out, int64_t rows, int64_t size, int thr
 INLINE void FN(rotate)(const E *x, E *out, int64_t out_stride, const float *cos_, const float *sin_, int half) {
     for (int i = 0; i < half; i++) {
         const float a = LOAD1(x + i), b = LOAD1(x + half + i);
-        STORE1(out + i * out_stride, a * cos_[i] - b * sin_[i]);
-        STORE1(out + (half + i) * out_stride, b * cos_[i] + a * sin_[i]);
+        STORE1(out + i * out_stride, fma1(a, cos_[i], -(b * sin_[i])));
+        STORE1(out + (half + i) * out_stride, fma1(b, cos_[i], a * sin_[i]));
     }
 }
 
