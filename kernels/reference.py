@@ -28,7 +28,8 @@ def attention(
 ) -> Tensor:
     """Causal attention of q [T, H, D] over the cached keys of its own sequence: [T, H, D] of q's dtype.
 
-    With a window a token sees that many positions, its own included.
+    With a window a token sees that many positions, its own included. What it does not see does not exist for it; of
+    what it sees, a NaN is passed on, and so is that of scores without a softmax.
     """
     out = torch.empty_like(q)
     group = q.shape[1] // k_cache.shape[2]
@@ -80,10 +81,12 @@ def rope_and_cache(
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first index of the largest value of each row of [S, V]: int64 [S]; -1 where that is no finite number."""
-    best = [max((value for value in row if value == value), default=math.inf) for row in logits.float().tolist()]
-    rows = logits.float().tolist()
-    return torch.tensor([row.index(m) if math.isfinite(m) else -1 for row, m in zip(rows, best, strict=True)])
+    """The first index of the largest of each row [S, V]: int64 [S]; -1 where any is NaN or +inf, or all are -inf."""
+    found = []
+    for row in logits.float().tolist():
+        bad = any(math.isnan(value) or value == math.inf for value in row) or max(row) == -math.inf
+        found.append(-1 if bad else row.index(max(row)))
+    return torch.tensor(found)
 
 
 def head_argmax(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:

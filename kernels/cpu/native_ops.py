@@ -23,8 +23,7 @@ SIGNATURES = {
     "rms_norm": [P, I64, P, P, P, I64, I64, F32, I32],
     "silu_mul": [P, P, I64, I64, I32],
     "rope_and_cache": [P, I64, P, I64, P, I64, P, P, P, P, P, P, I64, I32, I32, I32, I32],
-    "argmax": [P, I64, P, I64, I64, I32],
-    "head_argmax": [P, I64, P, P, P, I64, I64, I64],
+    "argmax": [P, I64, P, P, P, I64, I64, I64, I32],
     "attention": [P, P, P, P, P],
 }
 
@@ -65,7 +64,7 @@ class NativeOps:
                 function = getattr(self.library, f"{name}_{suffix}", None)
                 if function is not None:
                     function.argtypes = arguments
-                    function.restype = I32 if name == "attention" else None
+                    function.restype = I32 if name in ("attention", "argmax") else None
                     self.functions[name, dtype] = function
         self.numerics = f"c-{compile.build_id(target)}-torch-{torch.__version__}"  # torch: the linear layers
         self._step = threading.local()
@@ -144,18 +143,13 @@ class NativeOps:
         )
         return q
 
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-        torch_cache.write_kv(k, v, k_cache, v_cache, slot_mapping)
-
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return torch_elementwise.rope(q, k, cos, sin)
-
     def attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float, window: int = 0
     ) -> Tensor:
         function = self.functions.get(("attention", q.dtype))
         tile = min(16, meta.block_size)
-        odd = meta.block_size % tile or SEGMENT % tile  # tiles must end at block and segment borders
+        # Tiles must end at block and segment borders; dimensions are taken two by two
+        odd = meta.block_size % tile or SEGMENT % tile or q.shape[2] % 2
         if function is None or k_cache.dtype != q.dtype or v_cache.stride(3) != 1 or odd:
             return torch_attention(q, k_cache, v_cache, meta, scale, window)
         q = _rows(q)
@@ -171,20 +165,21 @@ class NativeOps:
         if function is None or logits.stride(1) != 1:
             return torch_ops.argmax(logits)
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        function(logits.data_ptr(), logits.stride(0), out.data_ptr(), *logits.shape, _threads())
+        pointers = (logits.data_ptr(), logits.stride(0), None, None, out.data_ptr())
+        if function(*pointers, *logits.shape, 0, _threads()):
+            raise MemoryError("argmax: no memory for the parts of rows")
         return out
 
     def head_argmax(self, logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-        function = self.functions.get(("head_argmax", logits.dtype))
+        function = self.functions.get(("argmax", logits.dtype))
         same = logits.dtype == hidden.dtype == weight.dtype
         if function is None or not same or logits.stride(1) != 1 or not weight.is_contiguous():
             return self.argmax(logits)
         hidden = hidden.contiguous()
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        function(
-            *(logits.data_ptr(), logits.stride(0), hidden.data_ptr(), weight.data_ptr(), out.data_ptr()),
-            *(*logits.shape, hidden.shape[1]),
-        )
+        pointers = (logits.data_ptr(), logits.stride(0), hidden.data_ptr(), weight.data_ptr(), out.data_ptr())
+        if function(*pointers, *logits.shape, hidden.shape[1], _threads()):
+            raise MemoryError("argmax: no memory for the parts of rows")
         return out
 
     def _call(

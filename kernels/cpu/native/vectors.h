@@ -51,7 +51,8 @@ typedef struct { pi part[PARTS]; } vi; /* a mask: lanes are 0 or -1 */
 
 INLINE pf splat_part(float x) { return x - (pf){0}; } /* x - 0 is x, also for -0 */
 INLINE pf select_part(pi mask, pf yes, pf no) { return (pf)((mask & (pi)yes) | (~mask & (pi)no)); }
-INLINE pf max_part(pf a, pf b) { return select_part(a > b, a, b); }
+INLINE pf max_part(pf a, pf b) { return select_part(a > b, a, b); } /* b where either is no number */
+INLINE pf max_or_nan_part(pf a, pf b) { return select_part((a > b) | (a != a), a, b); }
 
 /* a * b + c, rounded once where the machine can, else twice: every multiply-add of the kernels is one of these. */
 INLINE pf fma_part(pf a, pf b, pf c) {
@@ -82,7 +83,7 @@ INLINE vf add_scaled(vf sum, vf a, float x) {
     EACH(sum.part[i] = fma_part(a.part[i], splat_part(x), sum.part[i]))
     return sum;
 }
-INLINE vf vmax(vf a, vf b) { EACH(a.part[i] = max_part(a.part[i], b.part[i])) return a; }
+INLINE vf max_or_nan(vf a, vf b) { EACH(a.part[i] = max_or_nan_part(a.part[i], b.part[i])) return a; }
 INLINE vf select_(vi mask, vf yes, vf no) {
     EACH(yes.part[i] = select_part(mask.part[i], yes.part[i], no.part[i]))
     return yes;
@@ -141,14 +142,15 @@ INLINE vi lanes_between(int low, int high) {
 #endif
 INLINE pf add_part(pf a, pf b) { return a + b; }
 DEFINE_FOLD(lane_sum, add_part)
-DEFINE_FOLD(lane_max, max_part)
+DEFINE_FOLD(lane_max, max_part) /* a NaN may be lost */
+DEFINE_FOLD(lane_max_or_nan, max_or_nan_part)
 
-/* exp for x <= 0 (and small positive x): 2^n * p(r), |error| < 2 ulp; exp(0) is exactly 1; below -87 it is 0.
- * Coefficients: Cephes expf, S. Moshier. */
+/* exp for x <= 0 (and small positive x): 2^n * p(r), |error| < 2 ulp; exp(0) is exactly 1; below -87 it is 0;
+ * a NaN stays one. Coefficients: Cephes expf, S. Moshier. */
 INLINE pf exp_part(pf x) {
     const pf least = splat_part(-87.0f), rounder = splat_part(12582912.0f);
     pi tiny = x < least;
-    x = max_part(x, least);
+    x = select_part(tiny, least, x); /* keeps a NaN */
     const pf n = fma_part(x, splat_part(1.44269504088896341f), rounder) - rounder; /* rounds to an integer */
     const pf r = fma_part(n, splat_part(2.12194440e-4f), fma_part(n, splat_part(-0.693359375f), x));
     pf p = splat_part(1.9875691500e-4f);
