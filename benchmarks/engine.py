@@ -2,7 +2,8 @@
 
     python -m benchmarks.engine [--model demo:smollm2] [--repeats 3] [--quick] [--set batch_invariant=false ...]
 
-What torch's kernels lose against the native ones: run it with and without a C compiler on the PATH.
+What torch's kernels lose against the native ones: run it with a C compiler on the PATH, and without one and
+with XDG_CACHE_HOME at an empty folder.
 """
 
 from __future__ import annotations

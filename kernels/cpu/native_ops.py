@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +20,12 @@ from kernels.metadata import AttentionMetadata
 SEGMENT = 256  # of attention_core.h
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 P, I64, I32, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-SIGNATURES = {
-    "rms_norm": [P, I64, P, P, P, I64, I64, F32, I32],
-    "silu_mul": [P, P, I64, I64, I32],
-    "rope_and_cache": [P, I64, P, I64, P, I64, P, P, P, P, P, P, I64, I32, I32, I32, I32],
-    "argmax": [P, I64, P, P, P, I64, I64, I64, I32],
-    "attention": [P, P, P, P, P],
+SIGNATURES = {  # arguments and result: 0, or not where there was no memory
+    "rms_norm": ([P, I64, P, P, P, I64, I64, F32, I32], None),
+    "silu_mul": ([P, P, I64, I64, I32], None),
+    "rope_and_cache": ([P, I64, P, I64, P, I64, P, P, P, P, P, P, I64, I32, I32, I32, I32], None),
+    "argmax": ([P, I64, P, P, P, I64, I64, I64, I32], I32),
+    "attention": ([P, P, P, P, P], I32),
 }
 
 
@@ -57,16 +58,9 @@ class NativeOps:
     """One compiled library. What it has no type or layout for goes to the torch path."""
 
     def __init__(self, target: str = "native"):
-        self.library = compile.load(target)
-        self.functions = {}
-        for name, arguments in SIGNATURES.items():
-            for dtype, suffix in SUFFIX.items():
-                function = getattr(self.library, f"{name}_{suffix}", None)
-                if function is not None:
-                    function.argtypes = arguments
-                    function.restype = I32 if name in ("attention", "argmax") else None
-                    self.functions[name, dtype] = function
-        self.numerics = f"c-{compile.build_id(target)}-torch-{torch.__version__}"  # torch: the linear layers
+        library = compile.load(target)
+        self.functions = _functions(library.handle)
+        self.numerics = f"c-{library.build_id}-torch-{torch.__version__}"  # torch: the linear layers
         self._step = threading.local()
 
     def supports(self, dtype: torch.dtype) -> bool:
@@ -211,6 +205,26 @@ class NativeOps:
         )
         self._step.last = (key, meta, call, lens, starts, tables)  # the arrays live as long as the call
         return call
+
+
+def _functions(library: ctypes.CDLL) -> dict[tuple[str, torch.dtype], Any]:
+    """The kernels by name and type; float16's are missing where the compiler has no such type.
+
+    Raises Unavailable when the library has not those of interface.h: it is of another version.
+    """
+    functions = {}
+    for dtype, suffix in SUFFIX.items():
+        names = [f"{name}_{suffix}" for name in SIGNATURES]
+        missing = [name for name in names if not hasattr(library, name)]
+        if dtype == torch.float16 and len(missing) == len(names):
+            continue
+        if missing:
+            raise compile.Unavailable(f"{library._name} has no {', '.join(missing)}: remove it, it is made again")
+        for name, (arguments, result) in SIGNATURES.items():
+            function = getattr(library, f"{name}_{suffix}")
+            function.argtypes, function.restype = arguments, result
+            functions[name, dtype] = function
+    return functions
 
 
 def _threads() -> int:
