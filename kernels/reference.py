@@ -49,15 +49,18 @@ def attention(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, computed in float32, in x's dtype."""
+    """x / rms(x) * weight over the last dimension, computed in float32 and rounded once, to x's dtype.
+
+    transformers' LlamaRMSNorm also rounds before it multiplies by the weight; in float32 both are the same.
+    """
     wide = x.float()
-    return (wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return (wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x + residual in x's dtype, and x + residual in the residual's, as a rule float32."""
     total = residual + x
-    return rms_norm(total, weight.float(), eps).to(x.dtype), total
+    return rms_norm(total, weight, eps).to(x.dtype), total
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

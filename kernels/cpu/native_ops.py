@@ -74,15 +74,8 @@ class NativeOps:
         out = torch.empty(x.shape, dtype=x.dtype)
         size = x.shape[-1]
         function(
-            rows.data_ptr(),
-            rows.stride(0),
-            None,
-            weight.data_ptr(),
-            out.data_ptr(),
-            rows.shape[0],
-            size,
-            eps,
-            _threads(),
+            *(rows.data_ptr(), rows.stride(0), None, _pointer(weight, x.dtype, size), out.data_ptr()),
+            *(rows.shape[0], size, eps, _threads()),
         )
         return out
 
@@ -96,7 +89,8 @@ class NativeOps:
         out = torch.empty_like(x)
         rows, size = x.shape
         function(
-            *(x.data_ptr(), size, residual.data_ptr(), weight.data_ptr(), out.data_ptr()),
+            *(x.data_ptr(), size, _pointer(residual, torch.float32, rows * size)),
+            *(_pointer(weight, x.dtype, size), out.data_ptr()),
             *(rows, size, eps, _threads()),
         )
         return out, residual
@@ -132,7 +126,8 @@ class NativeOps:
         layout = _layout(k_cache, v_cache)
         function(
             *(q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
-            *(cos.data_ptr(), sin.data_ptr(), slot_mapping.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
+            *(_pointer(angles, torch.float32, tokens * head_dim // 2) for angles in (cos, sin)),
+            *(_pointer(slot_mapping, torch.int64, tokens), k_cache.data_ptr(), v_cache.data_ptr()),
             *(ctypes.addressof(layout), tokens, heads, k.shape[1], head_dim, _threads()),
         )
         return q
@@ -169,18 +164,21 @@ class NativeOps:
         same = logits.dtype == hidden.dtype == weight.dtype
         if function is None or not same or logits.stride(1) != 1 or not weight.is_contiguous():
             return self.argmax(logits)
+        (rows, vocab), size = logits.shape, hidden.shape[1]
         hidden = hidden.contiguous()
-        out = torch.empty(logits.shape[0], dtype=torch.int64)
-        pointers = (logits.data_ptr(), logits.stride(0), hidden.data_ptr(), weight.data_ptr(), out.data_ptr())
-        if function(*pointers, *logits.shape, hidden.shape[1], _threads()):
+        x, w = _pointer(hidden, logits.dtype, rows * size), _pointer(weight, logits.dtype, vocab * size)
+        out = torch.empty(rows, dtype=torch.int64)
+        pointers = (logits.data_ptr(), logits.stride(0), x, w, out.data_ptr())
+        if function(*pointers, rows, vocab, size, _threads()):
             raise MemoryError("argmax: no memory for the parts of rows")
         return out
 
     def _call(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float, window: int
     ) -> AttentionCall:
-        """Made at a step's first layer, kept while metadata, shapes and strides stay the same."""
-        key = (id(meta), q.shape[1:], q.stride(0), k_cache.shape[2], k_cache.stride(), v_cache.stride(), scale, window)
+        """Made at a step's first layer, kept while metadata, shapes, strides and threads stay the same."""
+        shapes = q.shape[1:], q.stride(0), k_cache.shape[2], k_cache.stride(), v_cache.stride()
+        key = (*shapes, scale, window, _threads())
         last = getattr(self._step, "last", None)
         if last is not None and last[0] == key and last[1] is meta:
             return last[2]
@@ -198,7 +196,7 @@ class NativeOps:
             q_token_stride=q.stride(0),
             cache=_layout(k_cache, v_cache),
             table_stride=tables.stride(0),
-            block_tables=tables.data_ptr(),
+            block_tables=_pointer(tables, torch.int32, lens.shape[1] * tables.shape[1]),
             query_lens=lens[0].ctypes.data,
             context_lens=lens[1].ctypes.data,
             query_starts=starts.ctypes.data,
@@ -225,6 +223,14 @@ def _functions(library: ctypes.CDLL) -> dict[tuple[str, torch.dtype], Any]:
             function.argtypes, function.restype = arguments, result
             functions[name, dtype] = function
     return functions
+
+
+def _pointer(x: Tensor, dtype: torch.dtype, count: int) -> int:
+    """The address of what must be `count` dense numbers of a type in this host's memory; else a TypeError."""
+    if x.dtype != dtype or x.numel() != count or not x.is_cpu or not x.is_contiguous():
+        found = f"{x.dtype} {tuple(x.shape)} with strides {x.stride()} on {x.device}"
+        raise TypeError(f"a native kernel needs {count} dense {dtype} on the CPU, got {found}")
+    return x.data_ptr()
 
 
 def _threads() -> int:

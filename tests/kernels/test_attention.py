@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.cpu.native_ops import NativeOps
 from kernels.metadata import AttentionMetadata
 from tests.kernels.cases import DTYPES, Case, randn
 
@@ -98,3 +99,12 @@ def test_blocks_beyond_two_gigabytes(ops: Any) -> None:
     near = AttentionMetadata([30], [30], 0, torch.tensor([[0, 1]], dtype=torch.int32), slots, 16)
     expected = reference.attention(expected_q.float(), small_k.float(), small_v.float(), near, 0.125)
     torch.testing.assert_close(out.float(), expected, rtol=2**-6, atol=2**-6)
+
+
+def test_a_call_has_the_threads_of_now(every_native: NativeOps) -> None:
+    case = Case([1], [20], 2, 1, 16)
+    for threads in (1, 2, 1):
+        torch.set_num_threads(threads)
+        call = every_native._call(case.q, case.k_cache, case.v_cache, case.meta, case.scale, 0)
+        assert call.threads == threads
+        assert every_native._call(case.q, case.k_cache, case.v_cache, case.meta, case.scale, 0) is call

@@ -34,6 +34,38 @@ def test_row_kernels(ops: Any, rows: int, size: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_is_rounded_once(dtype: torch.dtype) -> None:
+    x, weight, residual = randn(50, 100, dtype=dtype), randn(100, dtype=dtype, seed=1), torch.zeros(50, 100)
+    exact = reference.rms_norm(x.double().float(), weight.float(), 1e-5)
+    assert torch.equal(reference.rms_norm(x, weight, 1e-5), exact.to(dtype))
+    assert torch.equal(reference.add_rms_norm(x, residual, weight, 1e-5)[0], exact.to(dtype))
+
+
+def test_tensors_of_another_type_or_size_are_refused(every_native: NativeOps) -> None:
+    """Their addresses would be read as if they were right."""
+    x, weight, half = randn(3, 32), randn(32), randn(3, 8)
+    q, k, v = (randn(3, 1, 16) for _ in range(3))
+    caches = torch.zeros(2, 2, 16, 1, 16)
+    slots = torch.arange(3)
+    for bad in (weight[:16], randn(64)[::2]):
+        with pytest.raises(TypeError, match="32 dense torch.float32 on the CPU"):
+            every_native.rms_norm(x, bad, 1e-5)
+        with pytest.raises(TypeError):
+            every_native.add_rms_norm(x, torch.zeros(3, 32), bad, 1e-5)
+    with pytest.raises(TypeError):
+        every_native.add_rms_norm(x, torch.zeros(2, 32), weight, 1e-5)
+    for cos, sin, where in ((half.double(), half, slots), (half, half[:2], slots), (half, half, slots.int())):
+        with pytest.raises(TypeError):
+            every_native.rope_and_cache(q, k, v, cos, sin, *caches, where)
+    case = Case([1], [20], 2, 1, 16)
+    case.meta.block_tables = case.meta.block_tables.long()
+    with pytest.raises(TypeError, match="torch.int32"):
+        every_native.attention(case.q, case.k_cache, case.v_cache, case.meta, case.scale)
+    with pytest.raises(TypeError):
+        every_native.head_argmax(randn(2, 9), randn(1, 4), randn(9, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("head_dim", [16, 24, 40, 64, 80, 128, 184, 256])
 def test_rope_and_cache(ops: Any, head_dim: int, transposed: bool, dtype: torch.dtype) -> None:
