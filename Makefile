@@ -27,9 +27,9 @@ test: install-test
 test-full: install-test
 	$(BIN)/python -m pytest -q
 
-# Without a compiler on the PATH: torch's kernels take over
+# Without a compiler on the PATH and without what one left in the cache: torch's kernels take over
 test-torch: install-test
-	PATH=$(CURDIR)/$(BIN) $(BIN)/python -m pytest -q -m "not slow" tests/engine tests/kernels
+	PATH=$(CURDIR)/$(BIN) XDG_CACHE_HOME=$(CURDIR)/$(VENV)/no-cache $(BIN)/python -m pytest -q -m "not slow" tests/engine tests/kernels
 
 # The protocol under many more seeds than the suite's
 simtest: install-test

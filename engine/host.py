@@ -16,6 +16,7 @@ from pathlib import Path
 
 from engine.cgroup import cpu_quota, memory_limit
 
+LEAST_PROBED_BYTES = 128 << 20
 SERVICE_CORES = 1  # left to proxy, ingress and manager where engines of a service have more than one core each
 
 NICENESS = 5  # of an engine's threads beside the front end
@@ -122,10 +123,30 @@ def give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, here, min(19, os.getpriority(os.PRIO_PROCESS, here) + NICENESS))
 
 
-def memory_bandwidth(size: int = 128 << 20) -> float:
-    """Bytes a second this thread's team reads from memory (a buffer larger than the caches, best of 2)."""
+def last_level_cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """The largest caches of all cores of this process together; 0 where the host does not say."""
+    caches: dict[tuple[int, str], int] = {}  # by level and the cores that share one
+    for core in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        for folder in (root / f"cpu{core}/cache").glob("index*"):
+            try:
+                size = (folder / "size").read_text().strip()  # as in 32768K
+                key = int((folder / "level").read_text()), (folder / "shared_cpu_list").read_text()
+                caches[key] = int(size.removesuffix("K")) << 10
+            except (OSError, ValueError):
+                continue
+    last = max((level for level, _ in caches), default=0)
+    return sum(size for (level, _), size in caches.items() if level == last)
+
+
+def memory_bandwidth(size: int | None = None) -> float:
+    """Bytes a second this thread's team reads from memory: a buffer that the caches cannot hold, best of 2.
+
+    Without a size it takes twice the caches', as far as that is no burden: at most 1/16 of the memory there is.
+    """
     import torch
 
+    if size is None:
+        size = min(max(LEAST_PROBED_BYTES, 2 * last_level_cache_bytes()), memory_limit_bytes() // 16)
     words = torch.ones(size // 8, dtype=torch.int64)
     best = float("inf")
     for _ in range(2):

@@ -108,7 +108,8 @@ class ModelRunner:
         rows = [self.sequences[w.id].sample_row() for w, _ in sampling]
         hidden = hidden[torch.tensor([end for _, end in sampling])]
         logits = self.model.compute_logits(hidden)  # type: ignore[operator]
-        output = self.sampler.sample(logits, rows, self.model.greedy_tokens(hidden, logits))  # type: ignore[operator]
+        greedy = self.model.greedy_tokens
+        output = self.sampler.sample(logits, rows, lambda some: greedy(hidden[some], logits[some]))  # type: ignore[operator]
         results = []
         for (w, _), token, logprobs in zip(sampling, output.ids, output.logprobs, strict=True):
             if token >= 0:

@@ -29,10 +29,6 @@ def transposed_keys(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and cpu.numerics(dtype) != "torch"
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    backend(k.device).write_kv(k, v, k_cache, v_cache, slot_mapping)
-
-
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float, window: int = 0
 ) -> Tensor:
@@ -43,11 +39,12 @@ def attention(
 def rope_and_cache(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> Tensor:
-    """`rope`, then `write_kv` of the rotated k; returns q rotated, perhaps in place."""
+    """Rotates q and k, stores k and v; returns q rotated, perhaps in place."""
     return backend(q.device).rope_and_cache(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
 
 
 def argmax(logits: Tensor) -> Tensor:
+    """The first index of the largest of each row [S, V]: int64 [S]; -1 where any is NaN or +inf, or all are -inf."""
     return backend(logits.device).argmax(logits)
 
 
@@ -64,10 +61,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The residual may be updated in place: only the one that is returned is to be used afterwards."""
     return backend(x.device).add_rms_norm(x, residual, weight, eps)
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return backend(q.device).rope(q, k, cos, sin)
 
 
 def silu_mul(x: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ def attention(
 ) -> Tensor:
     """Causal attention of q [T, H, D] over the cached keys of its own sequence: [T, H, D] of q's dtype.
 
-    With a window a token sees that many positions, its own included.
+    With a window a token sees that many positions, its own included. What it does not see does not exist for it; of
+    what it sees, a NaN is passed on, and so is that of scores without a softmax.
     """
     out = torch.empty_like(q)
     group = q.shape[1] // k_cache.shape[2]
@@ -48,15 +49,18 @@ def attention(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, computed in float32, in x's dtype."""
+    """x / rms(x) * weight over the last dimension, computed in float32 and rounded once, to x's dtype.
+
+    transformers' LlamaRMSNorm also rounds before it multiplies by the weight; in float32 both are the same.
+    """
     wide = x.float()
-    return (wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return (wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x + residual in x's dtype, and x + residual in the residual's, as a rule float32."""
     total = residual + x
-    return rms_norm(total, weight.float(), eps).to(x.dtype), total
+    return rms_norm(total, weight, eps).to(x.dtype), total
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,10 +84,12 @@ def rope_and_cache(
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first index of the largest value of each row of [S, V]: int64 [S]; -1 where that is no finite number."""
-    best = [max((value for value in row if value == value), default=math.inf) for row in logits.float().tolist()]
-    rows = logits.float().tolist()
-    return torch.tensor([row.index(m) if math.isfinite(m) else -1 for row, m in zip(rows, best, strict=True)])
+    """The first index of the largest of each row [S, V]: int64 [S]; -1 where any is NaN or +inf, or all are -inf."""
+    found = []
+    for row in logits.float().tolist():
+        bad = any(math.isnan(value) or value == math.inf for value in row) or max(row) == -math.inf
+        found.append(-1 if bad else row.index(max(row)))
+    return torch.tensor(found)
 
 
 def head_argmax(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ on the rows beside it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +41,11 @@ class SampleRow:
         if self.params.penalized and self.penalties is None:
             raise ValueError("a row with penalties needs the tokens it has seen")
 
+    @property
+    def plain(self) -> bool:
+        """Its token is the argmax of its logits."""
+        return self.params.greedy and self.penalties is None
+
 
 class Kind(NamedTuple):
     """What rows need beyond their own argmax: rows of one kind are computed together."""
@@ -57,14 +63,25 @@ class SampleOutput:
 
 
 class Sampler:
-    def sample(self, logits: Tensor, rows: list[SampleRow], greedy: Tensor | None = None) -> SampleOutput:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: list[SampleRow],
+        greedy: Callable[[list[int] | slice], Tensor] | None = None,
+    ) -> SampleOutput:
         """One token for each row of logits [len(rows), vocab]; all but the argmax is computed in float32.
 
-        `greedy` int64 [len(rows)]: the likeliest tokens where the model knows them better than by argmax. It says
-        nothing about rows with penalties, which take the argmax of their penalized logits.
+        `greedy` returns the likeliest tokens, int64, of some rows, where the model knows them better than by argmax.
+        It is asked for greedy rows without penalties only; others take the argmax of their penalized logits.
         A row whose logits are not finite gets NOT_FINITE and no logprobs.
         """
-        ids: list[int] = (dispatch.argmax(logits) if greedy is None else greedy).tolist()
+        ids = [NOT_FINITE] * len(rows)
+        plain = [i for i, row in enumerate(rows) if row.plain]
+        if plain:
+            some: list[int] | slice = slice(None) if len(plain) == len(rows) else plain  # all: nothing is copied
+            likeliest = dispatch.argmax(logits[some]) if greedy is None else greedy(some)
+            for i, token in zip(plain, likeliest.tolist(), strict=True):
+                ids[i] = token
         for kind, members in _by_kind(rows, logits.shape[1]).items():
             chosen, group = logits[members].float(), [rows[i] for i in members]
             penalize(chosen, {i: row.penalties for i, row in enumerate(group) if row.penalties is not None})
@@ -87,10 +104,12 @@ def _by_kind(rows: list[SampleRow], vocab: int) -> dict[Kind, list[int]]:
     kinds: dict[Kind, list[int]] = {}
     for i, row in enumerate(rows):
         params = row.params
+        if row.plain:
+            continue
         if not params.greedy:
             kind = Kind(True, params.min_p > 0.0, 0 < params.top_k < vocab, params.top_p < 1.0)
             kinds.setdefault(kind, []).append(i)
-        elif row.penalties is not None:
+        else:
             kinds.setdefault(Kind(False), []).append(i)
     return kinds
 

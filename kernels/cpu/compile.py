@@ -1,7 +1,8 @@
 """Compiles kernels/cpu/native on first use and loads it: plain C ABI, the host's compiler, ctypes.
 
-The library is cached by source, flags, compiler and processor features, so that a shared cache directory serves
-unlike hosts, and made under a file lock, so that engines that start together compile once. torch is imported before
+The library is cached by source, flags, processor features and compiler, so that a shared cache directory serves
+unlike hosts, and made under a file lock, so that engines that start together compile once. A host without a compiler
+uses what one left for its source, flags and features. torch is imported before
 it is loaded: both then use one OpenMP runtime.
 """
 
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -29,9 +31,9 @@ COMPILERS = ("cc", "gcc", "clang")
 COMPILE_LIMIT_S = 120.0
 FLAGS = (
     *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
-    # No -ffast-math: sums keep their order. Multiplications and additions may fuse; that all inlined copies of a
-    # routine fuse alike is what the tests of exactness establish for a compiler.
-    *("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"),
+    # No -ffast-math: sums keep their order. Compilers fuse nothing of their own accord, or two inlined copies of one
+    # routine might round differently; what is fused is written as such (vectors.h).
+    *("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),
 )
 
 
@@ -39,31 +41,56 @@ class Unavailable(Exception):
     """No native kernels on this host; the message says why."""
 
 
+@dataclass(frozen=True)
+class Library:
+    """A loaded library, and what its results depend on: a digest of source, flags, processor features and compiler."""
+
+    handle: ctypes.CDLL
+    build_id: str
+
+
 @cache
-def load(target: str = "native") -> ctypes.CDLL:
+def load(target: str = "native") -> Library:
     """The library for an instruction set: "native", or a -march value such as "x86-64-v3" (AVX2).
 
-    Raises Unavailable when there is no compiler or it fails.
+    Each compiler on the PATH is tried until one works, then what an earlier one of this host left in the cache. Raises
+    Unavailable with the reasons when there is nothing.
     """
+    reasons = []
     try:
-        library = cache_directory() / f"kernels-{target}-{build_id(target)}.so"
-        if not _is_whole(library):
-            _compile(_command(target), library)
-        return ctypes.CDLL(str(library))
-    except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(f"the compiled kernels cannot be used: {error}") from error
+        directory, name = cache_directory(), f"kernels-{target}-{source_id(target)}"
+    except OSError as error:
+        raise Unavailable(f"there is no place for compiled kernels: {error}") from error
+    for compiler in filter(None, map(shutil.which, COMPILERS)):
+        try:
+            library = directory / f"{name}-{compiler_id(compiler)}.so"
+            if not _is_whole(library):
+                _compile([compiler, *flags(target, platform.machine())], library)
+            return _open(library, target)
+        except (OSError, subprocess.SubprocessError, Unavailable) as error:
+            reasons.append(f"{compiler}: {error}")
+    made = [library for library in directory.glob(f"{name}-*.so") if _is_whole(library)]
+    if made:
+        try:
+            return _open(max(made, key=lambda library: library.stat().st_mtime), target)
+        except OSError as error:
+            reasons.append(f"{directory}: {error}")
+    raise Unavailable("; ".join(reasons) or f"no C compiler ({', '.join(COMPILERS)}) is on the PATH")
 
 
-@cache
-def build_id(target: str = "native") -> str:
-    """Digest of all that decides the library's results: source, flags, compiler, the processor's features."""
-    command = _command(target)
-    digest = hashlib.blake2b(" ".join(command).encode(), digest_size=12)
+def source_id(target: str) -> str:
+    """Digest of what decides a library's results beside the compiler: source, flags, the processor's features."""
+    digest = hashlib.blake2b(" ".join(flags(target, platform.machine())).encode(), digest_size=8)
     for file in sorted(SOURCE.glob("*.[ch]")):
         digest.update(file.read_bytes())
-    digest.update(subprocess.run([command[0], "--version"], capture_output=True, timeout=10).stdout)
     digest.update(_processor_features().encode())
     return digest.hexdigest()
+
+
+def compiler_id(compiler: str) -> str:
+    """Digest of a compiler's name and version. Raises OSError or SubprocessError when it does not say."""
+    done = subprocess.run([compiler, "--version"], capture_output=True, timeout=10, check=True)
+    return hashlib.blake2b(compiler.encode() + done.stdout, digest_size=8).hexdigest()
 
 
 def flags(target: str, machine: str) -> list[str]:
@@ -91,11 +118,8 @@ def cache_directory() -> Path:
     raise OSError(f"neither {base} nor {tempfile.gettempdir()} can hold them")
 
 
-def _command(target: str) -> list[str]:
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise Unavailable(f"no C compiler ({', '.join(COMPILERS)}) is on the PATH")
-    return [compiler, *flags(target, platform.machine())]
+def _open(library: Path, target: str) -> Library:
+    return Library(ctypes.CDLL(str(library)), library.stem.removeprefix(f"kernels-{target}-"))
 
 
 def _processor_features() -> str:
@@ -121,20 +145,22 @@ def _digest(file: Path) -> str:
 
 
 def _compile(command: list[str], library: Path) -> None:
-    with open(library.with_suffix(".lock"), "w") as lock:
+    """Make a library. One process of all that share the directory compiles at a time."""
+    with open(library.parent / "compile.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_whole(library):  # somebody else did it meanwhile
             return
+        for left in library.parent.glob("kernels-*.tmp"):  # by processes that were killed: nobody else compiles now
+            left.unlink(missing_ok=True)
         made = library.with_suffix(f".{os.getpid()}.tmp")
-        source = SOURCE / "kernels.c"
         try:
-            run = [*command, "-o", str(made), str(source), "-lm"]
+            run = [*command, "-o", str(made), str(SOURCE / "kernels.c"), "-lm"]
             done = subprocess.run(run, capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S)
         except subprocess.TimeoutExpired:
-            raise Unavailable(f"{command[0]} did not finish within {COMPILE_LIMIT_S:g} s") from None
+            raise Unavailable(f"it did not finish within {COMPILE_LIMIT_S:g} s") from None
         if done.returncode:
             reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-            raise Unavailable(f"{command[0]} failed: {reason}")
+            raise Unavailable(f"it failed: {reason}")
         digest = _digest(made)
         made.rename(library)
         library.with_suffix(".digest").write_text(digest)

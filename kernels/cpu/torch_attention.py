@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,16 @@ QUERY_TILE = 256  # queries of a chunk that share one mask
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float, window: int = 0
 ) -> Tensor:
+    out = _fast(q, k_cache, v_cache, meta, scale, window)
+    # Dense kernels let a NaN through from positions a row does not see, and take a softmax of nothing but -inf for 0
+    odd = ~out.isfinite().all(-1) | (out == 0).all(-1)
+    if odd.any():
+        for row in odd.any(1).nonzero().flatten().tolist():
+            out[row] = _by_definition(q[row], row, k_cache, v_cache, meta, scale, window)
+    return out
+
+
+def _fast(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float, window: int) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     decodes = 0 if window else meta.num_decodes
     if decodes:
@@ -33,6 +44,21 @@ def attention(
         out[start:end] = _chunk(q[start:end], k_cache, v_cache, meta, sequence, scale, window)
         start = end
     return out
+
+
+def _by_definition(
+    q: Tensor, row: int, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scale: float, window: int
+) -> Tensor:
+    """One row [H, D] over the keys it sees and no others: [H, D]."""
+    sequence = next(s for s, end in enumerate(accumulate(meta.query_lens)) if row < end)
+    after = sum(meta.query_lens[: sequence + 1]) - row - 1  # tokens of the sequence that come after it
+    end = meta.context_lens[sequence] - after
+    blocks = meta.block_tables[sequence, : -(-end // meta.block_size)].long()
+    seen = slice(max(0, end - window) if window else 0, end)
+    keys, values = (cache[blocks].flatten(0, 1)[seen].transpose(0, 1).float() for cache in (k_cache, v_cache))
+    rows = q.float().view(len(keys), -1, q.shape[1])  # [K, H / K, D]
+    weights = (rows @ keys.transpose(1, 2) * scale).softmax(-1)
+    return (weights @ values).view(q.shape).to(q.dtype)
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.cpu.torch_attention import attention
-from kernels.cpu.torch_cache import rope_and_cache, write_kv
-from kernels.cpu.torch_elementwise import add_rms_norm, rms_norm, rope, silu_mul
+from kernels.cpu.torch_cache import rope_and_cache
+from kernels.cpu.torch_elementwise import add_rms_norm, rms_norm, silu_mul
 
 __all__ = [
     "add_rms_norm",
@@ -14,15 +14,13 @@ __all__ = [
     "attention",
     "head_argmax",
     "rms_norm",
-    "rope",
     "rope_and_cache",
     "silu_mul",
-    "write_kv",
 ]
 
 
 def argmax(logits: Tensor) -> Tensor:
-    values, index = logits.max(-1)
+    values, index = logits.max(-1)  # a NaN is the largest
     return index.masked_fill(~values.isfinite(), -1)
 
 

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine import host
 
@@ -124,3 +125,25 @@ def test_cores_are_claimed_once_and_freed_by_death(tmp_path: Path) -> None:
     first.kill()
     first.wait(10)
     assert subprocess.run(command, input="", capture_output=True, text=True, timeout=30).stdout == f"{count}\n"
+
+
+def test_the_probe_of_memory_is_larger_than_the_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two last-level caches, each shared by two cores; this process has three of them, and one that says nothing."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 9})
+    for core in range(4):
+        for index, level, size, shared in ((0, 1, "48K", core), (3, 3, "32768K", core // 2)):
+            folder = tmp_path / f"cpu{core}/cache/index{index}"
+            folder.mkdir(parents=True)
+            for name, value in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+                (folder / name).write_text(f"{value}\n")
+    assert host.last_level_cache_bytes(tmp_path) == 64 << 20
+    assert host.last_level_cache_bytes(tmp_path / "nothing") == 0
+    probed: list[int] = []
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda count, dtype: probed.append(8 * count) or ones(1, dtype=dtype))
+    mib = 1 << 20
+    for cache, limit, expected in ((0, 8 << 30, 128), (96 * mib, 8 << 30, 192), (96 * mib, 1 << 30, 64)):
+        monkeypatch.setattr(host, "last_level_cache_bytes", lambda cache=cache: cache)
+        monkeypatch.setattr(host, "memory_limit_bytes", lambda limit=limit: limit)
+        host.memory_bandwidth()
+        assert probed.pop() == expected * mib

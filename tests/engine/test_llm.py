@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from dataclasses import replace
@@ -318,26 +319,56 @@ DEMO_PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)])
-def test_logits_that_are_no_numbers_end_their_request_alone(tiny_llama: Path, params: SamplingParams) -> None:
+EVERY_WAY = [
+    GREEDY,
+    SamplingParams(temperature=0.0, repetition_penalty=1.2),
+    SamplingParams(temperature=1.0, logprobs=1),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=1.0, top_k=5, top_p=0.9),
+    SamplingParams(temperature=1.0, min_p=0.1),
+]
+
+
+def check_that_only_the_first_ends(llm: LLM) -> None:
+    events = {event.request.id: event for event in llm.engine.step()}
+    assert (events["first"].error, events["first"].token) == (NOT_FINITE, None)
+    assert events["second"].error is None and events["second"].token is not None
+    llm.engine.scheduler.check()
+    assert "first" not in llm.engine.scheduler.requests and "second" in llm.engine.scheduler.requests
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("params", EVERY_WAY)
+def test_one_logit_that_is_no_number_ends_its_request_alone(
+    tiny_llama: Path, params: SamplingParams, bad: float
+) -> None:
     llm = make(tiny_llama)
     compute = llm.engine.executor.model.compute_logits  # type: ignore[attr-defined]
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden)
-        logits[0] = torch.nan
+        logits[0, 17] = bad
         return logits
 
     llm.engine.executor.model.compute_logits = broken  # type: ignore[attr-defined]
     for name in ("first", "second"):
         llm.engine.add_request(name, [5, 6, 7], params)
-    events = llm.engine.step()
-    assert [(e.request.id, e.error, e.token) for e in events if e.request.id == "first"] == [
-        ("first", NOT_FINITE, None)
-    ]
-    assert [e.error for e in events if e.request.id == "second"] == [None]
-    llm.engine.scheduler.check()
-    assert "first" not in llm.engine.scheduler.requests and "second" in llm.engine.scheduler.requests
+    check_that_only_the_first_ends(llm)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("params", EVERY_WAY)
+def test_one_damaged_value_in_the_cache_ends_its_request_alone(
+    tiny_llama: Path, params: SamplingParams, part: int, dtype: str
+) -> None:
+    llm = make(tiny_llama, dtype=dtype)
+    for name, prompt in (("first", [5, 6, 7]), ("second", [8, 9, 10])):
+        llm.engine.add_request(name, prompt, params)
+    llm.engine.step()
+    block = llm.engine.scheduler.requests["first"].blocks[0]
+    llm.engine.executor.kv.layer(0)[part][block, 1, 0, 0] = math.nan  # type: ignore[attr-defined]
+    check_that_only_the_first_ends(llm)
 
 
 def test_the_tokenizers_end_of_sequence_counts_too(tiny_llama: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.sampling.noise import uniform
 from engine.sampling.params import SamplingParams
+from engine.sampling.penalties import Penalties
 from engine.sampling.sampler import Sampler, SampleRow
 
 NOISE = [0.0564663990004608, 0.44008326622012284, 0.6487508310490744, 0.9318107580365629]
@@ -175,6 +176,29 @@ def test_the_largest_uniform_stays_inside(monkeypatch):
         logits = torch.zeros(1, vocab + 1)
         logits[0, -1] = -torch.inf
         assert Sampler().sample(logits, [row()]).ids == [vocab - 1]
+
+
+def test_the_model_is_asked_for_greedy_rows_without_penalties_only():
+    """Its own argmax may read the head's weights: not for rows that would not use it."""
+    penalized = SamplingParams(temperature=0.0, presence_penalty=1.0)
+    rows = [
+        row(temperature=0.0),
+        row(temperature=1.0),
+        SampleRow(penalized, 0, 0, Penalties([1], 1, penalized)),
+        row(temperature=0.0),
+    ]
+    asked = []
+
+    def greedy(some):
+        asked.append(some)
+        return torch.tensor([100, 200])
+
+    ids = Sampler().sample(logits_of(4), rows, greedy).ids
+    assert asked == [[0, 3]] and (ids[0], ids[3]) == (100, 200)
+    assert Sampler().sample(logits_of(4)[[0, 3]], [rows[0], rows[3]], greedy).ids == [100, 200]
+    assert asked[1] == slice(None)
+    Sampler().sample(logits_of(4)[1:3], rows[1:3], greedy)
+    assert len(asked) == 2
 
 
 def test_greedy_takes_the_first_of_tied_tokens():

@@ -19,17 +19,17 @@ typedef struct {
 /* Where the tile at position `start` of one kv head lies, the tile at `next` being read after it. */
 INLINE FN(Tile) FN(tile_at)(const AttentionCall *call, const E *k_cache, const E *v_cache, const int32_t *table,
                             int start, int next, int head) {
-    const int64_t block = table[start / call->block_size], offset = start % call->block_size;
-    const int64_t blocks_ahead = table[next / call->block_size] - block;
-    const int64_t tokens_ahead = next % call->block_size - offset;
+    const int block_size = call->cache.block_size;
+    const int64_t block = table[start / block_size], offset = start % block_size;
+    const int64_t blocks_ahead = table[next / block_size] - block, tokens_ahead = next % block_size - offset;
     return (FN(Tile)){
-        k_cache + block * call->block_stride + head * call->k_head_stride + offset * call->k_token_stride,
-        v_cache + block * call->block_stride + head * call->v_head_stride + offset * call->v_token_stride,
-        call->k_token_stride,
-        call->k_dim_stride,
-        call->v_token_stride,
-        blocks_ahead * call->block_stride + tokens_ahead * call->k_token_stride,
-        blocks_ahead * call->block_stride + tokens_ahead * call->v_token_stride,
+        k_cache + block * call->cache.block_stride + head * call->cache.k_head_stride + offset * call->cache.k_token_stride,
+        v_cache + block * call->cache.block_stride + head * call->cache.v_head_stride + offset * call->cache.v_token_stride,
+        call->cache.k_token_stride,
+        call->cache.k_dim_stride,
+        call->cache.v_token_stride,
+        blocks_ahead * call->cache.block_stride + tokens_ahead * call->cache.k_token_stride,
+        blocks_ahead * call->cache.block_stride + tokens_ahead * call->cache.v_token_stride,
     };
 }
 
@@ -59,21 +59,17 @@ static Tile_f32 FN(load_tile)(const FN(Tile) *tile, int head_dim, int width, int
     return (Tile_f32){kt, vt, 1, LANES, width, 0, 0};
 }
 
-/* `count` rows against one tile, count a constant where it is inlined. Each row's operations are the same for any
- * count: two chains over head_dim for its 16 scores, then its softmax, then its values token by token. Lanes outside
- * [low, high) of a row do not exist for it. K is read in whole vectors of tokens, V in whole vectors of dimensions. */
-INLINE void FN(attend_rows)(const Row *rows, const int count, int start, int tokens, int head_dim, int width,
+/* `count` rows against the tokens [first, last) of one tile, count a constant where it is inlined. Each row's operations
+ * are the same for any count: two chains over head_dim for its scores, then its softmax, then its values token by token.
+ * Tokens outside [first, last) do not exist: K is read in whole vectors of tokens, but only their scores count. As in
+ * any softmax, one score that is no number, or +infinity, makes the row's output none. */
+INLINE void FN(attend_rows)(const Row *rows, const int count, int first, int last, int head_dim, int width,
                             const FN(Tile) *tile) {
     vf even[ROW_GROUP], odd[ROW_GROUP];
     float weights[ROW_GROUP][LANES], correction[ROW_GROUP];
-    int seen = 0;
-    UNROLL for (int r = 0; r < count; r++) {
-        even[r] = odd[r] = splat(0.0f);
-        seen |= rows[r].high > start && rows[r].low < start + tokens;
-    }
-    if (!seen) return;
+    UNROLL for (int r = 0; r < count; r++) even[r] = odd[r] = splat(0.0f);
     const E *k = tile->k;
-    for (int d = 0; d + 1 < head_dim; d += 2, k += 2 * tile->k_dim_stride) {
+    for (int d = 0; d < head_dim; d += 2, k += 2 * tile->k_dim_stride) {
         const vf k0 = LOAD16(k), k1 = LOAD16(k + tile->k_dim_stride);
         __builtin_prefetch(k + tile->k_ahead); /* among the arithmetic: in one burst they would wait for each other */
         if (sizeof(E) > 2 || tile->k_dim_stride > LANES) __builtin_prefetch(k + tile->k_dim_stride + tile->k_ahead);
@@ -82,25 +78,17 @@ INLINE void FN(attend_rows)(const Row *rows, const int count, int start, int tok
             odd[r] = add_scaled(odd[r], k1, rows[r].query[d + 1]);
         }
     }
-    if (head_dim & 1)
-        UNROLL for (int r = 0; r < count; r++)
-            even[r] = add_scaled(even[r], LOAD16(k), rows[r].query[head_dim - 1]);
+    const vi visible = lanes_between(first, last);
     UNROLL for (int r = 0; r < count; r++) {
         State *state = (State *)&rows[r].running;
-        const int end = rows[r].high - start < tokens ? rows[r].high - start : tokens;
-        const vi visible = lanes_between(rows[r].low - start, end);
         const vf scores = select_(visible, add(even[r], odd[r]), splat(-INFINITY));
-        const float highest = lane_max(scores);
-        const float maximum = state->maximum > highest ? state->maximum : highest;
-        if (maximum == -INFINITY) { /* nothing seen so far */
-            correction[r] = 1.0f;
-            memset(weights[r], 0, sizeof weights[r]);
-            continue;
-        }
-        const vf p = select_(visible, exp_below(scores, maximum), splat(0.0f));
-        correction[r] = state->maximum == -INFINITY ? 0.0f : exp1(state->maximum - maximum);
-        state->sum = state->sum * correction[r] + lane_sum(p);
+        const float highest = lane_max(scores), maximum = state->maximum > highest ? state->maximum : highest;
+        /* relative to 0 as long as all scores are -infinity: their difference is no number, those that are none stay */
+        const vf p = select_(visible, exp_below(scores, maximum == -INFINITY ? 0.0f : maximum), splat(0.0f));
+        correction[r] = rescale(state->maximum, maximum);
+        state->sum = fma1(state->sum, correction[r], lane_sum(p));
         state->maximum = maximum;
+        state->seen = 1;
         store16_f32(weights[r], p);
     }
     int d = 0;
@@ -110,8 +98,8 @@ INLINE void FN(attend_rows)(const Row *rows, const int count, int start, int tok
             left[r] = scale(load16_f32(rows[r].running.values + d), correction[r]);
             right[r] = scale(load16_f32(rows[r].running.values + d + LANES), correction[r]);
         }
-        const E *v = tile->v + d;
-        for (int t = 0; t < tokens; t++, v += tile->v_token_stride) {
+        const E *v = tile->v + first * tile->v_token_stride + d;
+        for (int t = first; t < last; t++, v += tile->v_token_stride) {
             const vf v0 = LOAD16(v), v1 = LOAD16(v + LANES);
             __builtin_prefetch(v + tile->v_ahead);
             if (sizeof(E) > 2) __builtin_prefetch(v + LANES + tile->v_ahead);
@@ -129,8 +117,8 @@ INLINE void FN(attend_rows)(const Row *rows, const int count, int start, int tok
         vf values[ROW_GROUP];
         UNROLL for (int r = 0; r < count; r++)
             values[r] = scale(load16_f32(rows[r].running.values + d), correction[r]);
-        const E *v = tile->v + d;
-        for (int t = 0; t < tokens; t++, v += tile->v_token_stride) {
+        const E *v = tile->v + first * tile->v_token_stride + d;
+        for (int t = first; t < last; t++, v += tile->v_token_stride) {
             const vf v0 = LOAD16(v);
             __builtin_prefetch(v + tile->v_ahead);
             UNROLL for (int r = 0; r < count; r++) values[r] = add_scaled(values[r], v0, weights[r][t]);
@@ -140,27 +128,33 @@ INLINE void FN(attend_rows)(const Row *rows, const int count, int start, int tok
 }
 
 /* attend_rows for each count, in functions of their own: a switch over inlined copies takes compilers far longer. */
-NOINLINE void FN(attend1)(const Row *rows, int start, int tokens, int head_dim, int width, const FN(Tile) *tile) {
-    FN(attend_rows)(rows, 1, start, tokens, head_dim, width, tile);
-}
-NOINLINE void FN(attend2)(const Row *rows, int start, int tokens, int head_dim, int width, const FN(Tile) *tile) {
-    FN(attend_rows)(rows, 2, start, tokens, head_dim, width, tile);
-}
-NOINLINE void FN(attend3)(const Row *rows, int start, int tokens, int head_dim, int width, const FN(Tile) *tile) {
-    FN(attend_rows)(rows, 3, start, tokens, head_dim, width, tile);
-}
-NOINLINE void FN(attend4)(const Row *rows, int start, int tokens, int head_dim, int width, const FN(Tile) *tile) {
-    FN(attend_rows)(rows, 4, start, tokens, head_dim, width, tile);
-}
+#define DEFINE_ATTEND(count)                                                                              \
+    NOINLINE void FN(PASTE2(attend, count))(const Row *rows, int first, int last, int head_dim, int width, \
+                                            const FN(Tile) *tile) {                                       \
+        FN(attend_rows)(rows, count, first, last, head_dim, width, tile);                                 \
+    }
+DEFINE_ATTEND(1)
+DEFINE_ATTEND(2)
+DEFINE_ATTEND(3)
+DEFINE_ATTEND(4)
+#undef DEFINE_ATTEND
 
-/* One tile for all rows of a kv head. */
+/* One tile for all rows of a kv head. Rows in succession that see the same of it are computed together. */
 static void FN(attend_tile)(const Row *rows, int num_rows, int start, int tokens, int head_dim, int width,
                             const FN(Tile) *tile) {
-    for (; num_rows > 0; rows += ROW_GROUP, num_rows -= ROW_GROUP) switch (num_rows) {
-        case 1: FN(attend1)(rows, start, tokens, head_dim, width, tile); break;
-        case 2: FN(attend2)(rows, start, tokens, head_dim, width, tile); break;
-        case 3: FN(attend3)(rows, start, tokens, head_dim, width, tile); break;
-        default: FN(attend4)(rows, start, tokens, head_dim, width, tile); break;
+    for (int count; num_rows > 0; rows += count, num_rows -= count) {
+        int first, last, next_first, next_last;
+        visible_to(rows, start, tokens, &first, &last);
+        for (count = 1; count < ROW_GROUP && count < num_rows; count++) {
+            visible_to(rows + count, start, tokens, &next_first, &next_last);
+            if (next_first != first || next_last != last) break;
+        }
+        if (first < last) switch (count) {
+            case 1: FN(attend_1)(rows, first, last, head_dim, width, tile); break;
+            case 2: FN(attend_2)(rows, first, last, head_dim, width, tile); break;
+            case 3: FN(attend_3)(rows, first, last, head_dim, width, tile); break;
+            default: FN(attend_4)(rows, first, last, head_dim, width, tile); break;
+        }
     }
 }
 
@@ -168,12 +162,12 @@ static void FN(attend_tile)(const Row *rows, int num_rows, int start, int tokens
  * Rows are ordered by (kv head, token, head of the group). */
 static void FN(run_item)(const AttentionCall *call, const Item *item, const E *q, const E *k_cache, const E *v_cache,
                          Row *rows, float *scratch) {
-    const int head_dim = call->head_dim, block_size = call->block_size, width = padded(head_dim);
+    const int head_dim = call->head_dim, block_size = call->cache.block_size, width = padded(head_dim);
     const int group = call->heads / call->kv_heads;
     const int tile = block_size < LANES ? block_size : LANES;
     const int32_t *table = call->block_tables + item->sequence * call->table_stride;
     const int per_head = item->queries * group, num_rows = item->num_heads * per_head;
-    const int direct = per_head <= ROW_GROUP && call->k_token_stride == 1 && tile == LANES && head_dim % LANES == 0;
+    const int direct = per_head <= ROW_GROUP && call->cache.k_token_stride == 1 && tile == LANES && head_dim % LANES == 0;
     const int cached = call->context_lens[item->sequence] - call->query_lens[item->sequence];
     const int first_position = cached + item->first_query;
     float *kt = scratch, *vt = kt + head_dim * LANES, *queries = vt + LANES * width;
@@ -188,7 +182,7 @@ static void FN(run_item)(const AttentionCall *call, const Item *item, const E *q
         rows[r].high = first_position + query + 1;
         rows[r].low = call->window > 0 && rows[r].high > call->window ? rows[r].high - call->window : 0;
         clear(&rows[r].running, width);
-        rows[r].total.sum = -1.0f; /* nothing merged yet */
+        rows[r].total.seen = 0;
     }
     const int high = rows[num_rows - 1].high, low = rows[0].low;
     int begin = item->first_segment * SEGMENT, end = item->last_segment * SEGMENT;
@@ -219,7 +213,7 @@ static void FN(store_rows)(const AttentionCall *call, const Item *item, const Ro
     for (int r = 0; r < num_rows; r++) {
         E *target = out + (row_token(call, item, r) * call->heads + row_head(call, item, r)) * head_dim;
         const State *state = &rows[r].total;
-        const float inverse = state->sum > 0.0f ? 1.0f / state->sum : 0.0f;
+        const float inverse = 1.0f / state->sum; /* of 0, where all scores are -infinity, no number comes */
         int d = 0;
         for (; d + LANES <= head_dim; d += LANES) STORE16(target + d, scale(load16_f32(state->values + d), inverse));
         if (d < head_dim) STORE_TAIL(target + d, scale(load16_f32(state->values + d), inverse), head_dim - d);
@@ -279,7 +273,7 @@ EXPORT int FN(attention)(const AttentionCall *call, const E *q, const E *k_cache
         for (int i = 0; i < num_items; i++) {
             if (!rows || items[i].part < 0 || items[i].parts == 0) continue;
             const int num_rows = item_rows(call, &items[i]);
-            for (int r = 0; r < num_rows; r++) rows[r].total.sum = -1.0f;
+            for (int r = 0; r < num_rows; r++) rows[r].total.seen = 0;
             for (int p = 0; p < items[i].parts; p++) {
                 load_rows(rows, num_rows, width, partials + (items[i].part + p) * partial);
                 for (int r = 0; r < num_rows; r++) flush(&rows[r], width);

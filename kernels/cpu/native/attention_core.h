@@ -19,6 +19,7 @@ typedef struct {
 } Item;
 
 typedef struct {
+    int seen; /* tokens came; else the rest is that of none */
     float maximum, sum;
     float *values; /* [width] */
 } State;
@@ -32,27 +33,40 @@ typedef struct {
 INLINE int padded(int n) { return (n + LANES - 1) / LANES * LANES; }
 
 INLINE void clear(State *state, int width) {
+    state->seen = 0;
     state->maximum = -INFINITY;
     state->sum = 0.0f;
     memset(state->values, 0, sizeof(float) * width);
 }
 
-/* Merge the running state into the total and start a new one. A total with a negative sum is empty. */
+/* What becomes of sums and values that were relative to `before` when they are relative to `maximum`. All scores so far
+ * may be -infinity, then both are. Once anything was no number, this or what it scales is none, whatever comes. */
+INLINE float rescale(float before, float maximum) { return before == maximum ? 1.0f : exp1(before - maximum); }
+
+/* Merge the running state into the total and start a new one. */
 static void flush(Row *row, int width) {
     State *a = &row->total, *b = &row->running;
-    if (a->sum < 0.0f) {
+    if (!b->seen) return;
+    if (!a->seen) {
+        a->seen = 1;
         a->maximum = b->maximum;
         a->sum = b->sum;
         memcpy(a->values, b->values, sizeof(float) * width);
-    } else if (b->sum > 0.0f) {
+    } else {
         const float maximum = a->maximum > b->maximum ? a->maximum : b->maximum;
-        const float x = a->sum > 0.0f ? exp1(a->maximum - maximum) : 0.0f, y = exp1(b->maximum - maximum);
-        a->sum = a->sum * x + b->sum * y;
+        const float x = rescale(a->maximum, maximum), y = rescale(b->maximum, maximum);
+        a->sum = fma1(a->sum, x, b->sum * y);
         for (int d = 0; d < width; d += LANES)
             store16_f32(a->values + d, add_scaled(scale(load16_f32(b->values + d), y), load16_f32(a->values + d), x));
         a->maximum = maximum;
     }
     clear(b, width);
+}
+
+/* Which of the `tokens` tokens from `start` on a row sees: [first, last). */
+INLINE void visible_to(const Row *row, int start, int tokens, int *first, int *last) {
+    *first = row->low > start ? row->low - start : 0;
+    *last = row->high - start < tokens ? row->high - start : tokens;
 }
 
 INLINE int item_rows(const AttentionCall *call, const Item *item) {
@@ -101,11 +115,12 @@ static Item *make_items(const AttentionCall *call, int tile_queries, int *num_it
     return items;
 }
 
-/* A split item's rows, kept for the merge: maximum and sum, then values. */
+/* A split item's rows, kept for the merge: what is seen, maximum and sum, then values. */
 static void save_rows(const Row *rows, int num_rows, int width, float *memory) {
     for (int r = 0; r < num_rows; r++, memory += width + LANES) {
         memory[0] = rows[r].total.maximum;
         memory[1] = rows[r].total.sum;
+        memory[2] = (float)rows[r].total.seen;
         memcpy(memory + LANES, rows[r].total.values, sizeof(float) * width);
     }
 }
@@ -113,13 +128,14 @@ static void load_rows(Row *rows, int num_rows, int width, const float *memory) {
     for (int r = 0; r < num_rows; r++, memory += width + LANES) {
         rows[r].running.maximum = memory[0];
         rows[r].running.sum = memory[1];
+        rows[r].running.seen = memory[2] != 0.0f;
         memcpy(rows[r].running.values, memory + LANES, sizeof(float) * width);
     }
 }
 
 /* How many lanes of a K tile to read: a transposed tile is read whole (its block exists), else only what is written. */
 INLINE int k_lanes(const AttentionCall *call, int tokens, int tile) {
-    return call->k_token_stride == 1 && tile == LANES ? LANES : tokens;
+    return call->cache.k_token_stride == 1 && tile == LANES ? LANES : tokens;
 }
 
 #endif

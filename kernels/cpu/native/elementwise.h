@@ -59,8 +59,8 @@ EXPORT void FN(silu_mul)(const E *x, E *out, int64_t rows, int64_t size, int thr
 INLINE void FN(rotate)(const E *x, E *out, int64_t out_stride, const float *cos_, const float *sin_, int half) {
     for (int i = 0; i < half; i++) {
         const float a = LOAD1(x + i), b = LOAD1(x + half + i);
-        STORE1(out + i * out_stride, a * cos_[i] - b * sin_[i]);
-        STORE1(out + (half + i) * out_stride, b * cos_[i] + a * sin_[i]);
+        STORE1(out + i * out_stride, fma1(a, cos_[i], -(b * sin_[i])));
+        STORE1(out + (half + i) * out_stride, fma1(b, cos_[i], a * sin_[i]));
     }
 }
 
@@ -85,51 +85,6 @@ EXPORT void FN(rope_and_cache)(E *q, int64_t q_stride, const E *k, int64_t k_str
             E *vt = v_cache + block * at->block_stride + h * at->v_head_stride + offset * at->v_token_stride;
             FN(rotate)(k + token * k_stride + h * head_dim, kt, at->k_dim_stride, c, s, half);
             memcpy(vt, v + token * v_stride + h * head_dim, sizeof(E) * head_dim);
-        }
-    }
-}
-
-/* The first index of the largest value of each row; -1 where that is no finite number. */
-EXPORT void FN(argmax)(const E *x, int64_t x_stride, int64_t *out, int64_t rows, int64_t size, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * size > PARALLEL_WORK)
-    for (int64_t row = 0; row < rows; row++) {
-        const E *source = x + row * x_stride;
-        vf best = splat(-INFINITY);
-        int64_t i = 0;
-        for (; i + LANES <= size; i += LANES) best = vmax(LOAD16(source + i), best);
-        float highest = lane_max(best);
-        for (; i < size; i++) highest = LOAD1(source + i) > highest ? LOAD1(source + i) : highest;
-        out[row] = -1;
-        if (highest - highest != 0.0f) continue; /* infinite: nothing or too much was found */
-        for (i = 0; LOAD1(source + i) != highest; i++) {
-        }
-        out[row] = i;
-    }
-}
-
-/* argmax of logits that are x . weight rounded to E: among equal largest ones the largest unrounded product wins, then
- * the first. x is [rows, size], weight [vocab, size], both dense. */
-EXPORT void FN(head_argmax)(const E *logits, int64_t logits_stride, const E *x, const E *weight, int64_t *out,
-                            int64_t rows, int64_t vocab, int64_t size) {
-    FN(argmax)(logits, logits_stride, out, rows, vocab, 1);
-    for (int64_t row = 0; row < rows; row++) {
-        const E *scores = logits + row * logits_stride;
-        if (out[row] < 0) continue;
-        const float highest = LOAD1(scores + out[row]);
-        float best = -INFINITY;
-        int64_t first = out[row];
-        for (int64_t token = first; token < vocab; token++) {
-            if (LOAD1(scores + token) != highest) continue;
-            const E *a = x + row * size, *b = weight + token * size;
-            vf sum = splat(0.0f);
-            int64_t i = 0;
-            for (; i + LANES <= size; i += LANES) sum = add_product(sum, LOAD16(a + i), LOAD16(b + i));
-            if (i < size) sum = add_product(sum, LOAD_TAIL(a + i, (int)(size - i)), LOAD_TAIL(b + i, (int)(size - i)));
-            const float product = lane_sum(sum);
-            if (product > best) {
-                best = product;
-                out[row] = token;
-            }
         }
     }
 }

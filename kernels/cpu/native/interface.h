@@ -11,13 +11,10 @@ typedef struct {
 
 /* The arguments of attention that are the same for all layers of a step. */
 typedef struct {
-    int32_t num_sequences, heads, kv_heads, head_dim, block_size, window, threads, reserved;
-    float scale, reserved_scale;
-    int64_t q_token_stride;
-    int64_t block_stride; /* of both caches */
-    int64_t k_head_stride, k_token_stride, k_dim_stride;
-    int64_t v_head_stride, v_token_stride;
-    int64_t table_stride;
+    int32_t num_sequences, heads, kv_heads, head_dim, window, threads;
+    float scale;
+    CacheLayout cache;
+    int64_t q_token_stride, table_stride;
     const int32_t *block_tables, *query_lens, *context_lens, *query_starts;
 } AttentionCall;
 

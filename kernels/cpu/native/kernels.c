@@ -21,6 +21,7 @@
 #define E float
 #include "attention.h"
 #include "elementwise.h"
+#include "argmax.h"
 #undef S
 #undef E
 
@@ -28,6 +29,7 @@
 #define E uint16_t
 #include "attention.h"
 #include "elementwise.h"
+#include "argmax.h"
 #undef S
 #undef E
 
@@ -36,6 +38,7 @@
 #define E _Float16
 #include "attention.h"
 #include "elementwise.h"
+#include "argmax.h"
 #undef S
 #undef E
 #endif

@@ -2,8 +2,9 @@
  *
  * A vf is 16 floats in parts as wide as the machine's vectors: one part with AVX-512, two with AVX2, else four. Parts
  * are GNU vectors, so one source serves every instruction set. (One GNU vector of 16 lanes would, too, but compilers
- * keep types wider than a register in memory.) No -ffast-math: every result is the one order of operations written
- * here, so it cannot depend on how much work surrounds it.
+ * keep types wider than a register in memory.) Compilers neither reorder (no -ffast-math) nor fuse operations
+ * (-ffp-contract=off): every result is the one order of operations and roundings written here, so it cannot depend on
+ * how much work surrounds it.
  */
 #ifndef FERRY_VECTORS_H
 #define FERRY_VECTORS_H
@@ -11,6 +12,11 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #define LANES 16
 #if defined(__AVX512F__)
@@ -45,15 +51,39 @@ typedef struct { pi part[PARTS]; } vi; /* a mask: lanes are 0 or -1 */
 
 INLINE pf splat_part(float x) { return x - (pf){0}; } /* x - 0 is x, also for -0 */
 INLINE pf select_part(pi mask, pf yes, pf no) { return (pf)((mask & (pi)yes) | (~mask & (pi)no)); }
-INLINE pf max_part(pf a, pf b) { return select_part(a > b, a, b); }
+INLINE pf max_part(pf a, pf b) { return select_part(a > b, a, b); } /* b where either is no number */
+INLINE pf max_or_nan_part(pf a, pf b) { return select_part((a > b) | (a != a), a, b); }
+
+/* a * b + c, rounded once where the machine can, else twice: every multiply-add of the kernels is one of these. */
+INLINE pf fma_part(pf a, pf b, pf c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX__) && defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
+}
+INLINE float fma1(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 INLINE vf splat(float x) { vf r; EACH(r.part[i] = splat_part(x)) return r; }
 INLINE vf add(vf a, vf b) { EACH(a.part[i] += b.part[i]) return a; }
 INLINE vf mul(vf a, vf b) { EACH(a.part[i] *= b.part[i]) return a; }
 INLINE vf scale(vf a, float x) { EACH(a.part[i] *= x) return a; }
-INLINE vf add_product(vf sum, vf a, vf b) { EACH(sum.part[i] += a.part[i] * b.part[i]) return sum; }
-INLINE vf add_scaled(vf sum, vf a, float x) { EACH(sum.part[i] += a.part[i] * x) return sum; }
-INLINE vf vmax(vf a, vf b) { EACH(a.part[i] = max_part(a.part[i], b.part[i])) return a; }
+INLINE vf add_product(vf sum, vf a, vf b) { EACH(sum.part[i] = fma_part(a.part[i], b.part[i], sum.part[i])) return sum; }
+INLINE vf add_scaled(vf sum, vf a, float x) {
+    EACH(sum.part[i] = fma_part(a.part[i], splat_part(x), sum.part[i]))
+    return sum;
+}
+INLINE vf max_or_nan(vf a, vf b) { EACH(a.part[i] = max_or_nan_part(a.part[i], b.part[i])) return a; }
 INLINE vf select_(vi mask, vf yes, vf no) {
     EACH(yes.part[i] = select_part(mask.part[i], yes.part[i], no.part[i]))
     return yes;
@@ -112,25 +142,24 @@ INLINE vi lanes_between(int low, int high) {
 #endif
 INLINE pf add_part(pf a, pf b) { return a + b; }
 DEFINE_FOLD(lane_sum, add_part)
-DEFINE_FOLD(lane_max, max_part)
+DEFINE_FOLD(lane_max, max_part) /* a NaN may be lost */
+DEFINE_FOLD(lane_max_or_nan, max_or_nan_part)
 
-/* exp for x <= 0 (and small positive x): 2^n * p(r), |error| < 2 ulp; exp(0) is exactly 1; below -87 it is 0.
- * Coefficients: Cephes expf, S. Moshier. */
+/* exp for x <= 0 (and small positive x): 2^n * p(r), |error| < 2 ulp; exp(0) is exactly 1; below -87 it is 0;
+ * a NaN stays one. Coefficients: Cephes expf, S. Moshier. */
 INLINE pf exp_part(pf x) {
     const pf least = splat_part(-87.0f), rounder = splat_part(12582912.0f);
     pi tiny = x < least;
-    x = max_part(x, least);
-    pf n = x * 1.44269504088896341f;
-    n = (n + rounder) - rounder; /* round to nearest */
-    pf r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
+    x = select_part(tiny, least, x); /* keeps a NaN */
+    const pf n = fma_part(x, splat_part(1.44269504088896341f), rounder) - rounder; /* rounds to an integer */
+    const pf r = fma_part(n, splat_part(2.12194440e-4f), fma_part(n, splat_part(-0.693359375f), x));
     pf p = splat_part(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    p = fma_part(p, r, splat_part(1.3981999507e-3f));
+    p = fma_part(p, r, splat_part(8.3334519073e-3f));
+    p = fma_part(p, r, splat_part(4.1665795894e-2f));
+    p = fma_part(p, r, splat_part(1.6666665459e-1f));
+    p = fma_part(p, r, splat_part(5.0000001201e-1f));
+    p = fma_part(p, r * r, r) + 1.0f;
     pi e = (__builtin_convertvector(n, pi) + 127) << 23;
     return select_part(tiny, splat_part(0.0f), p * (pf)e);
 }
