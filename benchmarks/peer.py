@@ -24,7 +24,7 @@ from benchmarks.bf16_folder import bf16_folder
 from benchmarks.cases import cases
 from benchmarks.compare import Sample, alternate, measured, report, rows, show
 from benchmarks.machine import describe
-from engine.host import default_threads, physical_cores
+from engine.host import Share, default_threads, physical_cores
 
 VERSION = "0.32.0"
 INSTALL = (
@@ -46,7 +46,7 @@ def main() -> None:
     )
     parser.add_argument("--peer-python", default="peer/bin/python", help="of an environment with vllm")
     parser.add_argument("--model", default="demo:smollm2")
-    parser.add_argument("--threads", type=int, default=default_threads(1), help="a thread a physical core")
+    parser.add_argument("--threads", type=int, default=default_threads(Share()), help="a thread a physical core")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each side")
     parser.add_argument("--quick", action="store_true", help="few tokens: whether it runs, not how fast")
     parser.add_argument("--json", type=Path, help="file for all figures")

@@ -35,6 +35,7 @@ class EngineStats:
     cached_blocks: int
     running: int
     waiting: int
+    seats: int  # sequences that may still join the batch
     held: int
     reserved_blocks: int
     waiting_blocks: int  # blocks all queued requests would need
@@ -168,10 +169,17 @@ class Engine:
     def write_reserved(self, key: str, first: int, data: Slabs) -> None:
         """Put slabs into reserved blocks [first, first + len(data)). Raises scheduler.Refused without that promise."""
         blocks = self.scheduler.reservations.fill(key, first, len(data))
+        written = 0
         try:
             self.executor.write_blocks(blocks, data)
+            written = len(data)
         finally:
-            self.scheduler.reservations.filled(key, first, len(data), self.clock())
+            self.scheduler.reservations.filled(key, first, written, self.clock())
+
+    def extend(self, key: str, num_blocks: int) -> list[int]:
+        """Let a promise grow and last. Raises scheduler.Refused without one."""
+        self.verifier.interrupt()
+        return self.scheduler.extend(key, num_blocks)
 
     def cancel_reservation(self, key: str) -> None:
         self.scheduler.reservations.cancel(key)
@@ -181,10 +189,6 @@ class Engine:
         request = Request.from_record(record, arrival=self.clock() - record.get("age_s", 0.0))
         self.verifier.interrupt()
         return self.scheduler.adopt(request, epoch, computed, key)
-
-    def give_up(self, request_id: str) -> None:
-        """Let go of a request that another engine owns now; its full blocks stay as prefix cache."""
-        self.scheduler.abort(request_id)
 
     # -- numbers ------------------------------------------------------------------------------------------------
 
@@ -201,6 +205,7 @@ class Engine:
             cached_blocks=pool.cached,
             running=len(scheduler.running),
             waiting=len(waiting),
+            seats=scheduler.seats,
             held=sum(r.status is Status.HELD for r in scheduler.running),
             reserved_blocks=scheduler.reservations.num_blocks,
             waiting_blocks=sum(pool.blocks_for(len(r.tokens)) for r in waiting),

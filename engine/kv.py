@@ -96,7 +96,7 @@ class BlockPool:
         self.cached = 0  # blocks nobody references whose contents can still be hit
         self._refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._known: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # block -> (hash, tokens)
+        self._known: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # block -> (hash, tokens), oldest use first
         self._by_hash: dict[bytes, int] = {}
 
     @property
@@ -184,7 +184,7 @@ class BlockPool:
             self._by_hash[digest] = block
 
     def recent(self, limit: int) -> list[bytes]:
-        """Hashes of up to `limit` blocks that can be found, newest first."""
+        """Hashes of up to `limit` blocks that can be found, the most recently made or hit first."""
         return [digest for digest, _ in islice(reversed(self._known.values()), limit)]
 
     def keep_on_host(self, blocks: Sequence[int], hashes: Sequence[bytes], tokens: Sequence[int]) -> int:
@@ -224,6 +224,7 @@ class BlockPool:
             del self._free[block]
             self.cached -= 1
         self._refs[block] += 1
+        self._known[block] = self._known.pop(block)  # the newest now
 
     def _forget(self, block: int, spill: bool) -> None:
         known = self._known.pop(block, None)

@@ -37,10 +37,12 @@ class Reservations:
     def num_blocks(self) -> int:
         return sum(len(reservation.blocks) for reservation in self.held.values())
 
-    def missing(self, key: str, num_blocks: int) -> int | None:
-        """Blocks a promise of num_blocks lacks; None without a promise."""
+    def missing(self, key: str, num_blocks: int) -> int:
+        """Blocks a promise lacks of num_blocks. Raises Refused without one."""
         reservation = self.held.get(key)
-        return None if reservation is None else max(0, num_blocks - len(reservation.blocks))
+        if reservation is None:
+            raise Refused(f"nothing is reserved for {key}")
+        return max(0, num_blocks - len(reservation.blocks))
 
     def promise(self, key: str, more: int, now: float, present: Sequence[int] = ()) -> list[int]:
         """Promise `more` blocks beside those the key has, and extend its time. The room must be there.
@@ -73,7 +75,8 @@ class Reservations:
         return reservation.blocks[first : first + count]
 
     def filled(self, key: str, first: int, count: int, now: float) -> None:
-        """The end of a `fill`. A promise that was taken back meanwhile ends here."""
+        """The end of a `fill`, of which `count` blocks hold their KV now: 0 if it failed. A promise that was taken back
+        meanwhile ends here."""
         reservation = self.held[key]
         reservation.writing -= 1
         reservation.written.update(range(first, first + count))

@@ -116,7 +116,7 @@ class Scheduler:
     @property
     def queue_full(self) -> bool:
         """A new request is refused. Those that the next step has a seat for do not count as queued."""
-        return len(self.waiting) - self._seats >= self.config.max_num_queued
+        return len(self.waiting) - self.seats >= self.config.max_num_queued
 
     @property
     def has_work(self) -> bool:
@@ -225,16 +225,11 @@ class Scheduler:
         """
         now = self.clock()
         self.reservations.expire(now)
-        missing = self.reservations.missing(key, num_blocks)
-        if missing == 0:
-            return self.reservations.promise(key, 0, now)
+        if key in self.reservations.held:
+            return self.extend(key, num_blocks)
         if self.waiting:
             raise Refused(f"{len(self.waiting)} older requests are waiting")
-        if missing is not None:
-            if missing > self.pool.available:
-                raise Refused(f"{missing} blocks wanted, {self.pool.available} available")
-            return self.reservations.promise(key, missing, now)
-        if not self._seats:
+        if not self.seats:
             raise Refused(f"all {self.config.max_num_seqs} seats are taken")
         hashes = self._chain(request_id, tokens, [])[: (len(tokens) - 1) // self.pool.block_size]
         # What only the host tier has would have to be copied: the source sends it as well
@@ -243,6 +238,17 @@ class Scheduler:
         if room < (self.pool.total // 100 if self.running else 0):
             raise Refused(f"{num_blocks} blocks wanted, {self.pool.available} available")
         return self.reservations.promise(key, num_blocks - len(found), now, self.pool.take(found, hashes, tokens))
+
+    def extend(self, key: str, num_blocks: int) -> list[int]:
+        """Let a promise grow to num_blocks at least and last for reservation_s more. Raises Refused without one."""
+        now = self.clock()
+        self.reservations.expire(now)
+        missing = self.reservations.missing(key, num_blocks)
+        if missing and self.waiting:
+            raise Refused(f"{len(self.waiting)} older requests are waiting")
+        if missing > self.pool.available:
+            raise Refused(f"{missing} blocks wanted, {self.pool.available} available")
+        return self.reservations.promise(key, missing, now)
 
     def adopt(self, record: Request, epoch: Epoch, computed: int, key: str | None = None) -> Request:
         """Own a request that was elsewhere. With a reservation its blocks hold the KV of `computed` positions and it
@@ -278,7 +284,7 @@ class Scheduler:
     # -- inside -------------------------------------------------------------------------------------------------
 
     @property
-    def _seats(self) -> int:
+    def seats(self) -> int:
         """Sequences that may still join the batch; a reservation has its seat already."""
         return max(0, self.config.max_num_seqs - len(self.running) - len(self.reservations))
 
@@ -299,7 +305,7 @@ class Scheduler:
     def _admit(self, budget: int, now: float, starts: list[SequenceStart], work: list[Work]) -> None:
         """Move waiting requests to running while budget, seats and blocks last; strictly in order."""
         size = self.pool.block_size
-        while budget > 0 and self._seats and (request := self._head) is not None and self._prompt_due(now):
+        while budget > 0 and self.seats and (request := self._head) is not None and self._prompt_due(now):
             # The newest position is always computed: its logits are what the step is for.
             hashes = self._hashes(request)[: (len(request.tokens) - 1) // size]
             found = self.pool.find(hashes, request.tokens)
@@ -331,7 +337,7 @@ class Scheduler:
     def _demand(self) -> tuple[int, int]:
         """(running requests, positions they want), with those the queue would want if it is let in."""
         running = [request.pending for request in self.running if request.status is Status.RUNNING]
-        queued = 0 if self._head_blocked else sum(len(request.tokens) for request in self.waiting[: self._seats])
+        queued = 0 if self._head_blocked else sum(len(request.tokens) for request in self.waiting[: self.seats])
         return len(running), sum(running) + queued
 
     def _prompt_due(self, now: float) -> bool:

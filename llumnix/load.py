@@ -71,6 +71,7 @@ class LoadReport:
     waiting: int = 0
     waiting_blocks: int = 0  # demand of all queued requests
     head_blocks: int = 0  # demand of the head of the queue
+    seats: int = 1 << 30  # sequences that may still join the batch
     high_running: int = 0  # of `running`, the high class
     high_waiting: int = 0
     high_blocks: int = 0  # held by the running ones of the high class

@@ -57,10 +57,13 @@ class Limits:
     chunk_blocks: int = 32  # in one transfer; at least last_stage_blocks + 1
     last_stage_blocks: int = 1  # full blocks that may be left for Commit, beside the unfinished one
     max_stages: int = 4
+    commit_blocks: int = 0  # most that go with Commit, where those are dearer than others; 0: a whole transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
+    """Ask for room; 0 blocks: ask only whether the destination takes the request at all, it will queue there."""
+
     num_blocks: int
 
 
@@ -105,9 +108,11 @@ Effect = Reserve | Send | Hold | Commit | End
 class Outgoing:
     """The source's side of one move."""
 
-    def __init__(self, limits: Limits, mechanism: Mechanism = Mechanism.LIVE):
+    def __init__(self, limits: Limits, mechanism: Mechanism = Mechanism.LIVE, queued: bool = False):
+        """`queued`: the request was chosen because it waits; one that has started meanwhile stays."""
         self.limits = limits
         self.mechanism = mechanism
+        self.queued = queued
         self.stages = 0
         self.blocks_sent = self.blocks_skipped = 0
         self._sent = 0  # leading blocks the destination has
@@ -122,13 +127,17 @@ class Outgoing:
         if progress is None:
             return End(Outcome.ABORTED, "gone")
         self._start = progress
+        if self.queued and progress.running:
+            return End(Outcome.ABORTED, "started")
         if not progress.running or self.mechanism is Mechanism.REQUEUE:
             self.mechanism = Mechanism.REQUEUE
-            return Hold(0, copy=False)
+            return Reserve(0)
         return Reserve(self._promise(progress))
 
     def reserved(self, present: int, progress: Progress | None) -> Effect:
         """The destination has promised the room and has the first `present` blocks."""
+        if self.mechanism is Mechanism.REQUEUE:  # there is no promise
+            return self._check(progress) or Hold(0, copy=False)
         if not self._reserved:
             self.blocks_skipped = present
         self._reserved = True
@@ -145,6 +154,8 @@ class Outgoing:
 
     def held(self, progress: Progress) -> Effect:
         """The request stands still."""
+        if self.queued and progress.running:
+            return self.gone("started")
         self._held = progress.computed
         return self._copy(progress)
 
@@ -204,14 +215,18 @@ class Outgoing:
         return Send(self._sent, count, self._promise(progress))
 
     def _commit(self, progress: Progress, computed: int) -> Effect:
-        """The rest goes with Commit if it is one transfer; what is more goes before."""
+        """The rest goes with Commit if it is little enough; what is more goes before."""
+        # What the destination has, from its own cache perhaps, is not computed there again: others may be reading it.
+        there = min(self._sent * self.limits.block_size, progress.length - 1)
         if self.mechanism is Mechanism.RECOMPUTE:
-            computed = min(computed, self._sent * self.limits.block_size)
+            computed = there
         elif self.mechanism is Mechanism.REQUEUE:
             computed = 0
+        else:
+            computed = max(computed, there)
         left = max(0, self._blocks(computed) - self._sent)
-        if left > self.limits.chunk_blocks:
-            return Send(self._sent, self.limits.chunk_blocks, self._promise(progress))
+        if left > (self.limits.commit_blocks or self.limits.chunk_blocks):
+            return Send(self._sent, min(left, self.limits.chunk_blocks), self._promise(progress))
         if self._reserved and self._blocks(progress.length) > self._promised:
             return Reserve(self._promise(progress))  # it may say no: better now than to COMMIT
         self.blocks_sent += left

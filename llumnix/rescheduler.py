@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from llumnix.load import LoadReport
@@ -18,6 +19,14 @@ from llumnix.settings import DEFAULTS, LlumnixSettings
 KEPT_MOVES = 200
 BATCH = 16  # requests of one command where an engine gives away all it has
 COMMAND_TIMEOUT_S = 60.0  # a source that has not answered by then is free to be asked again
+
+
+Key = tuple[str, int, int]  # a request and its epoch after a move
+
+
+def key_of(request_id: str, epoch: Iterable[int]) -> Key:
+    resume, move = epoch
+    return request_id, resume, move
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Rescheduler:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # (cause, outcome)
     totals: Counter[str] = field(default_factory=Counter)  # blocks_sent, blocks_skipped, bytes, stages
     drains: dict[str, Drained] = field(default_factory=dict)  # by engine
+    awaited: dict[Key, dict[str, Any]] = field(default_factory=dict)  # moves whose downtime is not known, oldest first
     rounds: int = 0
     _numbers: int = 0
 
@@ -90,8 +100,12 @@ class Rescheduler:
     def done(self, command: Command, results: Iterable[dict[str, Any]], at: float) -> list[dict[str, Any]]:
         """What a source did; returns the moves as the history keeps them. `at`: seconds since the epoch, for people."""
         self.open.pop(command.number, None)
-        moves = [{**result, "downtime_ms": None, "at": at} for result in results]
+        moves = [{**result, "downtime_ms": None, "at": at - result.pop("ended_s_ago", 0.0)} for result in results]
+        for key in [*takewhile(lambda key: at - self.awaited[key]["at"] > COMMAND_TIMEOUT_S, self.awaited)]:
+            del self.awaited[key]
         for result in moves:
+            if result["epoch"] is not None:
+                self.awaited[key_of(result["request_id"], result["epoch"])] = result
             self.counts[result["cause"], result["outcome"]] += 1
             for name in ("blocks_sent", "blocks_skipped", "bytes", "stages"):
                 self.totals[name] += result[name]
@@ -102,16 +116,17 @@ class Rescheduler:
         return moves
 
     def downtime(self, request_id: str, epoch: Iterable[int], seconds: float) -> str | None:
-        """What an ingress saw of a move: its last token before to its first after. Returns the cause."""
-        for move in reversed(self.moves):
-            if move["request_id"] == request_id and move["epoch"] == list(epoch):
-                move["downtime_ms"] = 1e3 * seconds
-                if move["cause"] == DRAIN and move["source"] in self.drains:
-                    drained = self.drains[move["source"]]
-                    drained.gaps += 1
-                    drained.worst_gap_ms = max(drained.worst_gap_ms, 1e3 * seconds)
-                return str(move["cause"])
-        return None
+        """What an ingress saw of a move: its last token before to its first after. Returns the cause; None if no such
+        move is known, or not yet."""
+        move = self.awaited.pop(key_of(request_id, epoch), None)
+        if move is None:
+            return None
+        move["downtime_ms"] = 1e3 * seconds
+        if move["cause"] == DRAIN and move["source"] in self.drains:
+            drained = self.drains[move["source"]]
+            drained.gaps += 1
+            drained.worst_gap_ms = max(drained.worst_gap_ms, 1e3 * seconds)
+        return str(move["cause"])
 
     def receipt(self, engine: str) -> dict[str, Any]:
         """What the moves of an engine that has drained have cost, to be asked once."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine.options.option import ConfigError, Kind, Option
+from engine.values import shown
 
 PAPER_BLOCKS = 851  # KV blocks of the paper's engines (LLaMA-7B on an A10), 16 tokens each
 
@@ -122,7 +124,11 @@ class LlumnixSettings:
                 f"--llumnix_config.scale_high_share is {self.scale_high_share:g}, must be greater than "
                 f"scale_low_share ({self.scale_low_share:g})"
             )
-        parse_ratio(self.pd_ratio)
+        if parse_ratio(self.pd_ratio) is not None and not self.enable_moves:
+            raise ConfigError(
+                f"--llumnix_config.pd_ratio is {self.pd_ratio!r}, which needs requests to move: enable_llumnix and "
+                "enable_moves must be true"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LlumnixSettings:
@@ -151,8 +157,11 @@ def parse_ratio(text: str) -> tuple[int, int] | None:
     if text == "none":
         return None
     parts = text.split(":")
-    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"--llumnix_config.pd_ratio is {text!r}, must be two positive integers such as 1:3, or none")
+    if len(parts) != 2 or not all(re.fullmatch(r"\s*0*[1-9][0-9]{0,5}\s*", part) for part in parts):
+        raise ConfigError(
+            f"--llumnix_config.pd_ratio is {shown(text)}, must be none or two positive integers, in quotes in YAML: "
+            '"1:3"'
+        )
     return int(parts[0]), int(parts[1])
 
 

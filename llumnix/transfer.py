@@ -15,6 +15,7 @@ NONE, ZLIB = "none", "zlib"
 COMPRESSIONS = (NONE, ZLIB)
 AUTO, OBJECT_STORE, PROCESS_MEMORY, NIXL = "auto", "object_store", "process_memory", "nixl"
 BATCH_BYTES = 4 << 20  # of one transfer where batch_size says nothing
+READ_BATCH_BYTES = 32 << 20  # likewise where the destination reads the source's memory: only the call costs the source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,9 @@ class KVTransfer:
     def to_message(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def batch_bytes(self, block_bytes: int) -> int:
-        """Bytes of one transfer of blocks of this size."""
-        return self.batch_size * block_bytes or max(BATCH_BYTES, block_bytes)
+    def batch_bytes(self, block_bytes: int, read: bool = False) -> int:
+        """Bytes of one transfer of blocks of this size. `read`: by the destination out of the source's memory."""
+        return self.batch_size * block_bytes or max(READ_BATCH_BYTES if read else BATCH_BYTES, block_bytes)
 
     def last_blocks(self, most: int) -> int:
         """Full blocks left for the hold, so that they and the unfinished one are one transfer; at most `most`."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from serving.openai.errors import APIError, bad_request, shown
+from serving.openai.protocol import load_json
 
 SNAPSHOT_TIMEOUT_S = 1.0  # an engine's time to tell of its requests; one that does not is shown without them
 
 
 def parse_move(body: bytes) -> tuple[str, str]:
     """(request, destination) of a body {"request_id": str, "destination": str}. Raises APIError 400."""
-    try:
-        data = json.loads(body)
-    except ValueError:
-        raise bad_request("the request body is not valid JSON") from None
-    if not isinstance(data, dict):
-        raise bad_request("the request body must be a JSON object")
+    data = load_json(body)
     names = ("request_id", "destination")
     for name in data:
         if name not in names:
@@ -33,4 +28,6 @@ def move_error(answer: dict[str, Any]) -> APIError:
     message = answer["message"]
     if answer["error"] == "not_found":
         return APIError(404, message, code="not_found")
+    if answer["error"] == "bad_request":
+        return bad_request(message)
     return APIError(409, message, code="conflict")

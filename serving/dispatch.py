@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
@@ -12,11 +12,15 @@ from llumnix.policies.dispatch import CACHE_AWARE, Ask, choose
 from llumnix.policies.fleet import Fleet
 from llumnix.settings import DEFAULTS, LlumnixSettings
 
-BOOKING_S = 0.3  # a report sent after this long shows the request
+BOOKING_S = 0.3  # a report that comes this long after a request was sent shows it
 
 
 class Dispatcher:
-    """`put` and `remove` follow the engines; `choose` answers at once and books the request where it goes."""
+    """`put` and `remove` follow the engines; `choose` answers at once and books the request where it goes.
+
+    A booking ends with a report that shows the request, never by the clock: while no reports come, because the manager
+    is down or has many engines, requests still spread.
+    """
 
     def __init__(self, block_size: int, prefix_caching: bool = True, step_timeout_s: float = 60.0):
         self.block_size = block_size
@@ -26,14 +30,20 @@ class Dispatcher:
         self.fleet = Fleet()
         self.count = 0
         self.decisions: Counter[tuple[str, str]] = Counter()  # (engine, policy), of the engines that are here
-        self._bookings: deque[tuple[float, str, int, int]] = deque()  # (when, engine, blocks, tokens), oldest first
+        # Of each engine (when, blocks, tokens), oldest first.
+        self._bookings: defaultdict[str, deque[tuple[float, int, int]]] = defaultdict(deque)
 
-    def put(self, report: LoadReport) -> None:
+    def put(self, report: LoadReport, now: float) -> None:
+        """A report newer than the last one of its engine."""
         self.fleet.put(report)
+        booked = self._bookings[report.engine]
+        while booked and now - booked[0][0] >= BOOKING_S:
+            _, blocks, tokens = booked.popleft()
+            self.fleet.book(report.engine, -blocks, -tokens, -1)
 
     def remove(self, engine: str) -> None:
         self.fleet.remove(engine)
-        self._bookings = deque(booking for booking in self._bookings if booking[1] != engine)
+        self._bookings.pop(engine, None)
         for key in [key for key in self.decisions if key[0] == engine]:
             del self.decisions[key]
 
@@ -58,9 +68,6 @@ class Dispatcher:
         home: str | None = None,
     ) -> str | None:
         """The engine for a request; None if there is none that could take it. `home`: take this one."""
-        while self._bookings and now - self._bookings[0][0] >= BOOKING_S:
-            _, engine, blocks, tokens = self._bookings.popleft()
-            self.fleet.book(engine, -blocks, -tokens, -1)
         ask = Ask(len(prompt) + len(output), priority, self._prefix(prompt, output), exclude)
         chosen = home or choose(self.fleet, ask, self.settings, self.count, self.step_timeout_s)
         if chosen is not None:
@@ -74,7 +81,7 @@ class Dispatcher:
         if ask.prefix:
             tokens -= self.block_size * int(self.fleet.cached_blocks(ask.prefix)[self.fleet.rows[engine]])
         self.fleet.book(engine, blocks, tokens)
-        self._bookings.append((now, engine, blocks, tokens))
+        self._bookings[engine].append((now, blocks, tokens))
         self.count += 1
         self.decisions[engine, self.settings.dispatch_policy] += 1
 

@@ -227,7 +227,7 @@ class EngineClient:
             await link.actor.add.remote(message)
         except Exception as error:
             logger.debug("request %s did not reach engine %s: %s", message["id"], engine, type(error).__name__)
-            self._carry_out(self.tracker.send_failed(engine, message["id"], clock.now()))
+            self._carry_out(self.tracker.send_failed(engine, message["id"], tuple(message["epoch"]), clock.now()))
 
     async def _replay(self, engine: str, request_id: str, start: int) -> None:
         try:
@@ -278,7 +278,7 @@ class EngineClient:
             if link is not None:
                 if (message["incarnation"], message["sequence"]) > (link.report.incarnation, link.report.sequence):
                     link.report = LoadReport.from_message(message)
-                    self.dispatcher.put(link.report)
+                    self.dispatcher.put(link.report, now)
                 continue
             report = LoadReport.from_message(message)
             self.starting.pop(name, None)
@@ -287,7 +287,7 @@ class EngineClient:
             elif self.avoid.get(name, 0.0) <= now and entry["actor"] is not None:  # else: lost since it was asked for
                 self.avoid.pop(name, None)
                 link = self.links[name] = Link(name, entry["actor"], report)
-                self.dispatcher.put(report)
+                self.dispatcher.put(report, now)
                 self._open(link)
 
     def _open(self, link: Link) -> None:

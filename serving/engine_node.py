@@ -173,11 +173,14 @@ class EngineNode:
             await asyncio.sleep(0.02)
         for name, client in self.outboxes.clients.items():
             for request_id, epoch in list(client.open.items()):
+                if self.giving.commits(request_id):  # it is somebody else's, or its ingress is told
+                    continue
                 self.thread.post(partial(self._abort, request_id, epoch))
                 self._deliver({name: [self._going_away(request_id, epoch, DRAINED)]})
                 left += 1
         if here:
             await asyncio.sleep(0.2)  # let the streams carry the last outputs
+            left += sum(move.committing for move in self.giving.moves.values())  # not known to be anybody's
         here += self.taking.adopted - adopted
         moved, left = self.giving.moved - moved, left + self.giving.lost - lost
         if self.failed:

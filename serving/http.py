@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
+import re
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -59,15 +61,16 @@ async def read_body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def priority_of(headers: Mapping[str, str]) -> int | None:
+def priority_of(headers: Headers) -> int | None:
     """The integer in X-Priority; None without that header. Raises APIError 400."""
-    text = headers.get(PRIORITY.lower())
-    if text is None:
+    texts = headers.getlist(PRIORITY)
+    if not texts:
         return None
-    try:
-        value = int(text)
-    except ValueError:
-        raise bad_request(f"{PRIORITY} is {shown(text)}, must be an integer", PRIORITY) from None
+    if len(texts) > 1:
+        raise bad_request(f"{PRIORITY} is there {len(texts)} times, must be there once", PRIORITY)
+    if not re.fullmatch(r"\s*-?[0-9]{1,20}\s*", texts[0], re.ASCII):
+        raise bad_request(f"{PRIORITY} is {shown(texts[0])}, must be an integer", PRIORITY)
+    value = int(texts[0])
     if not -PRIORITY_LIMIT <= value < PRIORITY_LIMIT:
         raise bad_request(
             f"{PRIORITY} is {shown(value)}, must be at least {-PRIORITY_LIMIT} and below {PRIORITY_LIMIT}", PRIORITY

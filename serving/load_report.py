@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from serving.engine_node import EngineNode
 
 OF_STATS = (
-    *("total_blocks", "free_blocks", "cached_blocks", "running", "waiting", "waiting_blocks", "head_blocks"),
+    *("total_blocks", "free_blocks", "cached_blocks", "running", "waiting", "waiting_blocks", "head_blocks", "seats"),
     *("high_running", "high_waiting", "high_blocks", "high_waiting_blocks", "reserved_blocks"),
     *("queued_prefill_tokens", "prefill_tokens_per_s", "step_seconds"),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -21,11 +22,13 @@ from zlib import crc32
 from ray import serve
 
 from engine.config import ConfigError
+from engine.values import shown
 from llumnix.load import DRAINING, PROTOCOL_VERSION, READY
 from llumnix.manager import GONE_S, ClusterView, Member
+from llumnix.migration import Mechanism
 from llumnix.policies.choice import DRAIN, OPERATOR
 from llumnix.policies.roles import assign
-from llumnix.rescheduler import COMMAND_TIMEOUT_S, Command, Rescheduler
+from llumnix.rescheduler import COMMAND_TIMEOUT_S, Command, Key, Rescheduler, key_of
 from llumnix.settings import DEFAULTS, LlumnixSettings, parse_ratio
 from llumnix.transfer import KVTransfer
 from serving import clock
@@ -40,6 +43,7 @@ from serving.rescheduling import parse_user_config
 logger = logging.getLogger("ferry.manager")
 
 POLL_S = 1.0
+MEASURING = ("use_cached", "chunk_bytes")  # options of a move for tests and benchmarks
 REQUEST_KEYS = ("id", "status", "priority", "tokens")  # of a request in /cluster
 LOGGED = ("request_id", "source", "destination", "cause", "mechanism", "outcome", "reason", "duration_ms", "held_ms")
 GAPS_S = 2.0  # after a drain, until its ingresses have told of the gaps they saw
@@ -73,7 +77,7 @@ class Manager:
         self.sources: dict[str, tuple[float, list[Family]]] = {}  # process -> when, its metrics
         self.changed = asyncio.Event()
         self.downtimes = Downtimes()
-        self.early: list[tuple[float, tuple[str, Iterable[int], float]]] = []  # downtimes of moves not known to be over
+        self.early: dict[Key, tuple[float, float]] = {}  # (when told, seconds) of moves not known to be over
         self.tasks: set[asyncio.Task[Any]] = set()
         self.pairing: asyncio.Task[Any] | None = None
         self.urgent = asyncio.Event()  # a round is due at once
@@ -81,13 +85,15 @@ class Manager:
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """`user_config`: {"llumnix": settings, "kv_transfer": how KV travels}, in both what differs from the defaults;
-        may change while everything runs. A wrong one ends a start; later the settings in force stay."""
+        may change while everything runs. With a wrong one the settings in force stay; when the manager starts these
+        are the defaults: it may be a restart, and without a manager nobody hears of engines."""
         try:
             settings, transfer = parse_user_config(user_config)
-        except ConfigError as error:
+        except Exception as error:
             if not self.configured:
-                raise
-            self.settings_error = str(error)
+                self.rescheduler.settings = DEFAULTS
+                self.settings_version = _version(DEFAULTS)
+            self.settings_error = (str(error).splitlines() or [type(error).__name__])[0]
             logger.error("the settings stay as they are: %s", error)
             return
         self.configured, self.settings_error = True, ""
@@ -130,18 +136,26 @@ class Manager:
 
     async def downtime(self, moves: list[tuple[str, Iterable[int], float]]) -> None:
         """What an ingress saw of moves: (request, epoch after it, seconds between two tokens)."""
-        self.early += [(clock.now(), seen) for seen in moves]
-        self._match_downtimes()
-
-    def _match_downtimes(self) -> None:
-        """An ingress may tell of a move before its source does; one that never tells has no known cause."""
-        early, self.early = self.early, []
-        for when, (request_id, epoch, seconds) in early:
+        now = clock.now()
+        for request_id, epoch, seconds in moves:
             cause = self.rescheduler.downtime(request_id, epoch, seconds)
-            if cause is not None or clock.now() - when > COMMAND_TIMEOUT_S:
-                self.downtimes.observe(cause or "unknown", seconds)
-            else:
-                self.early.append((when, (request_id, epoch, seconds)))
+            if cause is not None:
+                self.downtimes.observe(cause, seconds)
+            else:  # its source has not told yet
+                self.early[key_of(request_id, epoch)] = now, seconds
+        while self.early and now - next(iter(self.early.values()))[0] > COMMAND_TIMEOUT_S:
+            _, seconds = self.early.pop(next(iter(self.early)))
+            self.downtimes.observe("unknown", seconds)
+
+    def _match_downtimes(self, moves: list[dict[str, Any]]) -> None:
+        """Of moves that have just become known, what ingresses have told before."""
+        for move in moves:
+            if move["epoch"] is not None:
+                _, seconds = self.early.pop(key_of(move["request_id"], move["epoch"]), (0.0, None))
+                if seconds is not None:
+                    self.downtimes.observe(
+                        self.rescheduler.downtime(move["request_id"], move["epoch"], seconds) or "unknown", seconds
+                    )
 
     async def metrics(self, source: str, families: list[Family]) -> None:
         """The metrics of an ingress."""
@@ -178,6 +192,9 @@ class Manager:
 
         `options` of this one move: "mechanism" (llumnix.migration.Mechanism) and the keys of kv_transfer_config.
         """
+        wrong = _wrong_option(options)
+        if wrong:
+            return _error("bad_request", wrong)
         if destination not in self.cluster.members:
             return _error("not_found", f"no replica {destination!r}; GET /cluster lists them")
         found = await self._find(request_id)
@@ -188,6 +205,8 @@ class Manager:
             return _error("conflict", f"request {name} is on {destination} already")
         command = self.rescheduler.command(source, destination, OPERATOR, 1, 1 << 30, clock.now())
         results = await self._carry_out(command, {"request_id": name, **options})
+        if results is None:
+            return _error("conflict", f"replica {source} did not carry the move out; its log says why")
         if not results:
             return _error("conflict", f"request {name} cannot move now: it is in its prefill, or has ended")
         move = results[0]
@@ -259,11 +278,11 @@ class Manager:
             {report.engine: report.running for report in live},
         )
 
-    async def _carry_out(self, command: Command, more: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send a command to its source and take in what it did: its moves."""
+    async def _carry_out(self, command: Command, more: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Send a command to its source and take in what it did: its moves; None if it did not answer."""
         source = self.cluster.members.get(command.source)
         destination = self.cluster.members.get(command.destination)
-        results: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] | None = None
         if source is not None and destination is not None:
             message = {
                 "v": PROTOCOL_VERSION,
@@ -282,13 +301,13 @@ class Manager:
                 results = await asyncio.wait_for(source.actor.migrate.remote(message), COMMAND_TIMEOUT_S)
             except Exception as error:  # the source is gone, or hangs: its ingresses know what to do
                 logger.warning("engine %s did not carry out a move: %s", command.source, type(error).__name__)
-        moves = self.rescheduler.done(command, results, time.time())
-        self._match_downtimes()
-        if command.cause == DRAIN:
-            self.urgent.set()
+        moves = self.rescheduler.done(command, results or [], time.time())
+        self._match_downtimes(moves)
+        if command.cause == DRAIN and any(move["outcome"] == "moved" for move in moves):
+            self.urgent.set()  # a drain is in a hurry; one that nobody takes from waits for the next round
         for move in moves:
             logger.info("move %s", {key: move[key] for key in LOGGED})
-        return moves
+        return moves if results is not None else None
 
     async def _requests(self) -> dict[str, list[dict[str, Any]]]:
         """Engine -> its requests; an engine that does not answer in time is missing."""
@@ -302,12 +321,13 @@ class Manager:
         return {name: a for name, a in zip(members, answers, strict=True) if not isinstance(a, BaseException)}
 
     async def _find(self, request_id: str) -> tuple[str, str] | None:
-        """(engine, sequence) of a request: its own name, or the public one of a response with one sequence."""
-        for engine, requests in (await self._requests()).items():
-            for request in requests:
-                if request["id"] in (request_id, f"{request_id}-0"):
-                    return engine, request["id"]
-        return None
+        """(engine, sequence) of a request: its own name, or the public one of a response that has one sequence left."""
+        found = [(engine, one["id"]) for engine, requests in (await self._requests()).items() for one in requests]
+        exact = next((pair for pair in found if pair[1] == request_id), None)
+        if exact is not None:
+            return exact
+        of_it = [pair for pair in found if re.fullmatch(re.escape(request_id) + "-[0-9]+", pair[1])]
+        return of_it[0] if len(of_it) == 1 else None
 
     def _take_metrics(self, source: str, families: list[Family]) -> None:
         now = clock.now()
@@ -329,6 +349,17 @@ class Manager:
 def for_people(move: dict[str, Any]) -> dict[str, Any]:
     """A move as /cluster shows it."""
     return {key: value for key, value in move.items() if key != "epoch"}
+
+
+def _wrong_option(options: dict[str, Any]) -> str:
+    """What is wrong with the options of one move; empty if nothing is."""
+    transfer = {key: value for key, value in options.items() if key not in ("mechanism", *MEASURING)}
+    try:
+        KVTransfer.from_dict(transfer)
+    except ConfigError as error:
+        return str(error)
+    mechanism, known = options.get("mechanism", Mechanism.LIVE.value), [one.value for one in Mechanism]
+    return "" if mechanism in known else f"mechanism is {shown(mechanism)}, must be one of {', '.join(known)}"
 
 
 def _error(kind: str, message: str) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class MoveDestination:
         reason = self._unfit(message)
         if reason:
             return _no(reason)
+        if message["num_blocks"] == 0:  # it will queue here, and only wants to know whether it may
+            return {"ok": True, "present": 0}
         key, tokens = message["key"], message["tokens"]
 
         def promise() -> int:
@@ -58,6 +60,8 @@ class MoveDestination:
 
     async def write(self, message: dict[str, Any]) -> Reply:
         """Put blocks into a promise, which grows to num_blocks first. The copy is not the engine thread's work."""
+        if self.node.state != READY:  # COMMIT will be refused: the request had better stay where it is
+            return _no(f"the engine is {self.node.state}")
         key, first = message["key"], message["first"]
         payload, thread = message["data"], self.node.thread
         number = payload["shape"][0]
@@ -77,23 +81,24 @@ class MoveDestination:
                 write(blocks, data)
 
         def place() -> list[int]:
-            if message["num_blocks"]:
-                self.node.engine.reserve(key, message["num_blocks"])
+            self.node.engine.extend(key, message["num_blocks"])
             return self.node.engine.scheduler.reservations.fill(key, first, number)
 
         try:
             blocks = await thread.call(place)
         except Refused as error:
             return _no(str(error))
+        written = 0
         try:
             await self.node.copy(partial(fill, blocks))
+            written = number
         except Unreadable as error:  # another transport may do
             return {**_no(str(error)), "unreadable": True}
         except RuntimeError as error:  # the other side's memory cannot be read
             return _no(str(error))
         finally:
             reservations, now = self.node.engine.scheduler.reservations, self.node.engine.clock
-            thread.post(lambda: reservations.filled(key, first, number, now()))
+            thread.post(lambda: reservations.filled(key, first, written, now()))
         return {"ok": True}
 
     async def commit(self, message: dict[str, Any]) -> Reply:
@@ -126,6 +131,8 @@ class MoveDestination:
             return "the engines' KV differs: they have not the same weights, data types and kernels"
         if node.state != READY:
             return f"the engine is {node.state}"
+        if message.get("longest", 0) > node.max_model_len:  # older engines do not say
+            return f"the request may have {message['longest']} tokens, {node.max_model_len} fit"
         if not node.streams_to(message["client"]):
             return "the request's ingress does not read this engine's outputs"
         return ""
@@ -153,7 +160,7 @@ class MoveDestination:
         try:
             if message["reserved"]:
                 size = engine.scheduler.pool.block_size
-                engine.reserve(key, -(-len(record["prompt"] + record["output"]) // size))
+                engine.extend(key, -(-len(record["prompt"] + record["output"]) // size))
                 if len(data):
                     engine.write_reserved(key, message["first"], data)
                 engine.adopt(record, epoch, computed, key)

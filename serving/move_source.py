@@ -33,11 +33,11 @@ from llumnix.migration import (
     Reserve,
     Send,
 )
-from llumnix.policies.choice import choose
+from llumnix.policies.choice import DRAIN, choose
 from llumnix.policies.mechanism import QUEUE, RECOMPUTE, Costs
 from llumnix.policies.mechanism import choose as choose_mechanism
 from llumnix.settings import LlumnixSettings
-from llumnix.transfer import AUTO, NIXL, NONE, OBJECT_STORE, SYNC, KVTransfer
+from llumnix.transfer import AUTO, BATCH_BYTES, NIXL, NONE, OBJECT_STORE, SYNC, KVTransfer
 from serving import clock
 from serving.messages import MOVE_FAILED, error_output, moved_output
 from serving.transport import Payload, encode, encode_views, num_bytes
@@ -48,7 +48,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ferry.moves")
 
-OF_THE_REQUEST = ("gone", "preempted", "superseded")  # reasons that say nothing about the destination
+OF_THE_REQUEST = ("gone", "preempted", "superseded", "started")  # reasons that say nothing about the destination
+FADE = 0.2  # what one more measurement takes away from the weight of earlier ones
+KEEP_S = 1.0  # between signs of life to a destination while nothing is sent
+BATCH_S = 5.0  # moves of one command are told of when the command is over
 EMPTY = np.empty((0, 0), dtype=np.uint8)
 
 
@@ -57,7 +60,8 @@ class MoveOptions:
     """How moves are done; from the manager's settings."""
 
     mechanism: Mechanism = Mechanism.LIVE
-    chunk_bytes: int = 4 << 20
+    chunk_bytes: int = BATCH_BYTES
+    commit_bytes: int = BATCH_BYTES
     max_stages: int = 4
     last_stage_blocks: int = 1
     transfer_timeout_s: float = 10.0
@@ -77,6 +81,8 @@ class Move:
     options: MoveOptions
     key: str  # of the reservation; of this attempt alone
     machine: Outgoing
+    client: str = ""  # the request's ingress
+    longest: int = 0  # tokens that the request may grow to
     table: list[int] = field(default_factory=list)  # the request's blocks when it was last looked at
     record: dict[str, Any] = field(default_factory=dict)
     data: np.ndarray | None = None  # what Hold exported, from block `data_first` on
@@ -92,49 +98,78 @@ class MoveSource:
     def __init__(self, node: EngineNode):
         self.node = node
         self.moves: dict[str, Move] = {}  # by request
-        self.bytes_per_s = 0.0  # of the last transfer
-        self.call_s = 0.0  # of the last call without blocks
+        self.bytes_per_s = 0.0  # of transfers, the last ones most
+        self.call_s = 0.0  # of calls without blocks, likewise
+        self._paid_until = 0.0  # when what was sent keeps to bandwidth_mb_per_s
+        self._recent = (0.0, 0.0)  # bytes and seconds of transfers, fading
         self.moved = 0  # requests that are elsewhere now
         self.lost = 0  # let go of for a move that failed: their ingresses start them again
         self.apart: set[str] = set()  # engines that cannot read this one's memory
         self._attempts = count()
 
+    def commits(self, request_id: str) -> bool:
+        """Whether a request is beyond being kept: COMMIT has been sent."""
+        move = self.moves.get(request_id)
+        return move is not None and move.committing
+
     async def give(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Move up to command["count"] requests, one after another, to command["destination"].
 
-        Which ones is decided here, from what runs now; with "request_id" it is that one. Ends early when there is
-        nothing left to give or the destination takes no more.
+        Which ones is decided here, from what runs now; with "request_id" it is that one. Together they are no larger
+        than the destination has room for by the manager's view. Ends early when there is nothing left to give, the
+        destination takes no more, or the manager has waited for BATCH_S.
         """
         settings, transfer = LlumnixSettings.of_message(command["settings"]), KVTransfer.of_message(command)
         destination, actor, cause = command["destination"], command["actor"], command["cause"]
         draining = self.node.state == DRAINING
         most = settings.max_moves_draining if draining else settings.max_moves_per_engine
         results: list[dict[str, Any]] = []
+        started, room = clock.now(), command["max_blocks"]
         while len(results) < command["count"] and (len(self.moves) < most or "request_id" in command):
+            if results and clock.now() - started > BATCH_S:
+                break
             candidates = await self.node.thread.call(partial(movable, self.node.engine, draining))
             if "request_id" in command:
                 chosen = next((c for c in candidates if c.id == command["request_id"]), None)
             else:
                 able = [c for c in candidates if c.id not in self.moves and (c.waiting or not command.get("waiting"))]
-                chosen = choose(able, command["max_blocks"], settings, self.node.engine.clock(), cause)
+                chosen = choose(able, room, settings, self.node.engine.clock(), cause)
             if chosen is None:
                 break
+            read = transfer.transport == NIXL or self._memory_for(destination, transfer) is not None
             options = MoveOptions(
-                self._mechanism(chosen, command, settings, transfer),
-                int(command.get("chunk_bytes", transfer.batch_bytes(self.node.block_bytes))),
-                settings.max_stages,
-                transfer.last_blocks(settings.last_stage_blocks),
-                settings.transfer_timeout_s,
-                settings.bandwidth_mb_per_s * 1e6,
-                transfer.compression,
-                transfer.transport,
-                command.get("use_cached", True),
+                mechanism=self._mechanism(chosen, command, settings, transfer),
+                chunk_bytes=int(command.get("chunk_bytes", transfer.batch_bytes(self.node.block_bytes, read))),
+                commit_bytes=transfer.batch_bytes(self.node.block_bytes),
+                max_stages=settings.max_stages,
+                last_stage_blocks=transfer.last_blocks(settings.last_stage_blocks),
+                transfer_timeout_s=settings.transfer_timeout_s,
+                bytes_per_s=settings.bandwidth_mb_per_s * 1e6,
+                compression=transfer.compression,
+                transport=transfer.transport,
+                use_cached=command.get("use_cached", True),
             )
-            result = await self.move(chosen.id, destination, actor, options)
-            results.append(result | {"cause": cause})
+            queued = chosen.waiting and "mechanism" not in command
+            result = await self.move(chosen.id, destination, actor, options, queued)
+            results.append(result | {"cause": cause, "ended": clock.now()})
+            if result["outcome"] == Outcome.MOVED.value:
+                room -= chosen.blocks + (0 if cause == DRAIN else self._stay_blocks(settings))
             if result["outcome"] != Outcome.MOVED.value and result["reason"] not in OF_THE_REQUEST:
                 break
+        for result in results:
+            result["ended_s_ago"] = clock.now() - result.pop("ended")
         return results
+
+    def _memory_for(self, destination: str, how: KVTransfer | MoveOptions) -> ProcessMemory | None:
+        """What a destination on this host reads itself; None if blocks have to be brought to it."""
+        if how.transport != AUTO or how.compression != NONE or destination in self.apart:
+            return None
+        return self.node.process_memory()
+
+    def _stay_blocks(self, settings: LlumnixSettings) -> int:
+        """What a destination keeps free for one more request, if it is like this engine (llumnix.policies.pairing)."""
+        pool = self.node.engine.scheduler.pool
+        return -int(-settings.in_steps(pool.total * pool.block_size) // pool.block_size)
 
     def _mechanism(
         self, request: Movable, command: dict[str, Any], settings: LlumnixSettings, transfer: KVTransfer
@@ -154,8 +189,12 @@ class MoveSource:
         copy = Mechanism.STOP_AND_COPY if transfer.transfer_mode == SYNC else Mechanism.LIVE
         return {QUEUE: Mechanism.REQUEUE, RECOMPUTE: Mechanism.RECOMPUTE}.get(chosen, copy)
 
-    async def move(self, request_id: str, destination: str, actor: Any, options: MoveOptions) -> dict[str, Any]:
-        """Move one request to another engine; returns what became of it. Does not raise for what may go wrong."""
+    async def move(
+        self, request_id: str, destination: str, actor: Any, options: MoveOptions, queued: bool = False
+    ) -> dict[str, Any]:
+        """Move one request to another engine; returns what became of it. Does not raise for what may go wrong.
+
+        `queued`: only if it has not started meanwhile."""
         if request_id in self.moves:
             return self._result(None, End(Outcome.ABORTED, "it is moving already"), request_id, destination, 0.0)
         started = clock.now()
@@ -165,9 +204,10 @@ class MoveSource:
             max(options.last_stage_blocks + 1, options.chunk_bytes // block_bytes),
             options.last_stage_blocks,
             options.max_stages,
+            max(options.last_stage_blocks + 1, min(options.commit_bytes, options.chunk_bytes) // block_bytes),
         )
         key = f"{self.node.id}/{next(self._attempts)}"
-        move = Move(request_id, destination, actor, options, key, Outgoing(limits, options.mechanism))
+        move = Move(request_id, destination, actor, options, key, Outgoing(limits, options.mechanism, queued))
         self.moves[request_id] = move
         effect: Effect = End(Outcome.UNCONFIRMED, "the source was interrupted")
         try:
@@ -192,14 +232,16 @@ class MoveSource:
         machine = move.machine
         match effect:
             case Reserve(num_blocks=num_blocks):
-                tokens = await self.node.thread.call(partial(self._tokens, move.request_id))
+                tokens = await self.node.thread.call(partial(self._tokens, move))
                 if tokens is None:
                     return machine.gone()
                 message = {**self._head(move), "num_blocks": num_blocks}
-                message["tokens"] = tokens if move.options.use_cached else []
+                message["tokens"] = tokens if move.options.use_cached and num_blocks else []
                 asked = clock.now()
                 reply = await self._ask(move, move.actor.reserve.remote, message)
-                self.call_s = clock.now() - asked
+                if "silent" not in reply:
+                    took = clock.now() - asked
+                    self.call_s = (1 - FADE) * self.call_s + FADE * took if self.call_s else took
                 if not reply["ok"]:
                     return _failed(machine, reply)
                 return machine.reserved(reply["present"], await self._look(move))
@@ -207,7 +249,7 @@ class MoveSource:
                 reply = await self._write(move, first, number, num_blocks)
                 return machine.sent(number, await self._look(move)) if reply["ok"] else _failed(machine, reply)
             case Hold(first=first, copy=copy):
-                most = machine.limits.chunk_blocks if copy else 0
+                most = machine.limits.commit_blocks if copy else 0
                 progress = await self.node.thread.call(partial(self._hold, move, first, most))
                 if isinstance(progress, str):
                     return machine.gone(progress)
@@ -232,6 +274,8 @@ class MoveSource:
         else:
             payload = await self.node.copy(partial(encode, move.data[: commit.count], compression))
         move.bytes_sent += num_bytes(payload)
+        if move.options.bytes_per_s > 0:
+            self._paid_until = max(self._paid_until, clock.now()) + num_bytes(payload) / move.options.bytes_per_s
         message = {
             **self._head(move),
             "record": move.record,
@@ -248,8 +292,7 @@ class MoveSource:
 
     async def _write(self, move: Move, first: int, number: int, num_blocks: int) -> dict[str, Any]:
         blocks = move.table[first : first + number]
-        near = move.options.transport == AUTO and move.destination not in self.apart
-        memory = self.node.process_memory() if near else None
+        memory = self._memory_for(move.destination, move.options)
         payload = await self.node.copy(partial(self._payload, blocks, move.options, memory))
         message = {"key": move.key, "first": first, "num_blocks": num_blocks, "data": payload}
         started = clock.now()
@@ -257,15 +300,33 @@ class MoveSource:
         if reply.get("unreadable"):
             self.apart.add(move.destination)
             logger.info("moves to %s go through the object store: %s", move.destination, reply["reason"])
-            return await self._write(move, first, number, num_blocks)
+            size = max(1, BATCH_BYTES // self.node.block_bytes)
+            for start in range(first, first + number, size):
+                reply = await self._write(move, start, min(size, first + number - start), num_blocks)
+                if not reply["ok"]:
+                    break
+            return reply
         seconds = clock.now() - started
         if reply["ok"]:
             sent = num_bytes(payload)
             move.bytes_sent += sent
-            self.bytes_per_s = sent / max(seconds, 1e-6)
-            if move.options.bytes_per_s > 0:
-                await asyncio.sleep(max(0.0, sent / move.options.bytes_per_s - seconds))
+            self._recent = (1 - FADE) * self._recent[0] + sent, (1 - FADE) * self._recent[1] + max(seconds, 1e-6)
+            self.bytes_per_s = self._recent[0] / self._recent[1]
+            await self._pause(move, sent, num_blocks)
         return reply
+
+    async def _pause(self, move: Move, sent: int, num_blocks: int) -> None:
+        """Keep to the limit on what this engine sends, all moves together. A request that is held does not wait: the
+        next transfer does, for it too. The promise is kept alive meanwhile."""
+        if move.options.bytes_per_s <= 0:
+            return
+        self._paid_until = max(self._paid_until, clock.now()) + sent / move.options.bytes_per_s
+        while move.held_at is None and (left := self._paid_until - clock.now()) > 0:
+            await asyncio.sleep(min(left, KEEP_S))
+            if left > KEEP_S:
+                message = {**self._head(move), "num_blocks": num_blocks, "tokens": []}
+                if not (await self._ask(move, move.actor.reserve.remote, message))["ok"]:
+                    return  # the next write says why
 
     async def _ask(self, move: Move, call: Any, message: Any) -> dict[str, Any]:
         """The destination's reply; {"ok": False, "silent": reason} when none comes in time."""
@@ -278,18 +339,14 @@ class MoveSource:
             return {"ok": False, "silent": type(error).__name__}
 
     def _head(self, move: Move) -> dict[str, Any]:
-        client = move.record.get("client") or self._client(move.request_id)
         return {
             "v": PROTOCOL_VERSION,
             "key": move.key,
             "id": move.request_id,
-            "client": client,
+            "client": move.client,
+            "longest": move.longest,
             "compat_key": self.node.compat_key,
         }
-
-    def _client(self, request_id: str) -> str:
-        request = self.node.engine.scheduler.requests.get(request_id)
-        return request.client if request is not None else ""
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -366,9 +423,16 @@ class MoveSource:
         if request is not None:
             request.last_moved = self.node.engine.clock()
 
-    def _tokens(self, request_id: str) -> list[int] | None:
-        request = self.node.engine.scheduler.requests.get(request_id)
-        return None if request is None else list(request.tokens)
+    def _tokens(self, move: Move) -> list[int] | None:
+        request = self.node.engine.scheduler.requests.get(move.request_id)
+        if request is None:
+            return None
+        move.client = request.client
+        longest = self.node.engine.scheduler.max_length
+        if request.params.max_tokens is not None:
+            longest = min(longest, len(request.prompt) + request.params.max_tokens)
+        move.longest = longest
+        return list(request.tokens)
 
     def _hold(self, move: Move, first: int, most: int) -> Progress | str:
         """Stop the request and export what is left, if that is little: in one call, so that no step lies between."""

@@ -35,12 +35,15 @@ class ProcessMemory:
         self.address, self.block_bytes = address, block_bytes
         self._token = ctypes.create_string_buffer(os.urandom(TOKEN_BYTES), TOKEN_BYTES)
         self._libc: Any = ctypes.CDLL(None, use_errno=True)
-        # Where Yama restricts it, processes of the same user may read this one's memory only if it says so. Elsewhere
-        # the call fails, and is not needed.
-        self._libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
+        self._open = False
 
     def pack(self, blocks: list[int]) -> Payload:
         """A payload that says where the blocks are."""
+        if not self._open:
+            # Where Yama restricts it, processes of the same user may read this one's memory only if it says so.
+            # Elsewhere the call fails, and is not needed.
+            self._libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
+            self._open = True
         return {
             "shape": [len(blocks), self.block_bytes],
             "compression": PROCESS_MEMORY,

@@ -61,9 +61,8 @@ def parse_user_config(given: Any) -> tuple[LlumnixSettings, KVTransfer]:
     for key in given:
         if key not in KEYS:
             raise ConfigError(f"the Manager's user_config has no key {key!r}, must be {' or '.join(KEYS)}")
-    return LlumnixSettings.from_dict(given.get("llumnix") or {}), _available(
-        KVTransfer.from_dict(given.get("kv_transfer") or {})
-    )
+    llumnix, kv_transfer = ({} if given.get(key) is None else given[key] for key in KEYS)
+    return LlumnixSettings.from_dict(llumnix), _available(KVTransfer.from_dict(kv_transfer))
 
 
 def _read(path: str) -> LlumnixSettings:

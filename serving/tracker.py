@@ -201,10 +201,10 @@ class Tracker:
                 request.look_until = now + self.config.look_s
         return []
 
-    def send_failed(self, engine: str, request_id: str, now: float) -> list[Effect]:
-        """A submission did not arrive."""
+    def send_failed(self, engine: str, request_id: str, epoch: Epoch, now: float) -> list[Effect]:
+        """The submission of that epoch did not arrive."""
         request = self.requests.get(request_id)
-        if request is not None and request.engine == engine:
+        if request is not None and request.engine == engine and request.epoch == epoch:
             request.engine = None
             request.look_until = now + self.config.look_s
         return []
@@ -332,6 +332,7 @@ class Tracker:
         request.token_at = now
         request.replay_at, request.replays = 0.0, 0
         request.waiting_since, request.retry_s = None, 0.0
+        request.refused_by.clear()  # long ago, when it is next looked for an engine
         if is_terminal(output):
             del self.requests[request.id]
         return [Emit(request.id, output)]
@@ -346,20 +347,21 @@ class Tracker:
         if error in RETRY_ELSEWHERE:
             if error in (DRAINED, FAILED):
                 request.refused_by.add(engine)
-            if error == MOVE_FAILED and self.closes_at is None:  # no engine died: this is no resume to be counted
+            if error == MOVE_FAILED:  # no engine died: this is no resume
                 request.home = engine
                 return self._submit_anew(request)
-            return self._resume(request)
+            return self._resume(request, died=error != DRAINED)
         return self._end(request, error, output.get("message", ""))
 
-    def _resume(self, request: Tracked) -> list[Effect]:
+    def _resume(self, request: Tracked, died: bool = True) -> list[Effect]:
+        """Start a request again from its tokens. Only what died may be the request's own doing, and counts for it."""
         if self.closes_at is not None:
             return self._end_closing(request)
-        if request.resumes >= self.config.max_resumes:
+        if died and request.resumes >= self.config.max_resumes:
             return self._end(
                 request, ENGINE_LOST, f"the request was started {request.resumes + 1} times and its replica died"
             )
-        request.resumes += 1
+        request.resumes += died
         request.waiting_since, request.retry_s = None, 0.0  # an engine had taken it
         self.resumed += 1
         return self._submit_anew(request)

@@ -40,6 +40,7 @@ class _End:
     free: float  # F, decode steps
     left: int  # blocks behind F: free ones without virtual usage
     slots: int  # moves it may still take part in
+    seats: int  # requests that may still join its batch
 
     def after(self, blocks: int, requests: int) -> float:
         """F once `blocks` and `requests` more are here (negative: fewer)."""
@@ -75,7 +76,7 @@ def _pair_group(reports: list[LoadReport], settings: LlumnixSettings, busy: Mapp
     sources: list[tuple[_End, str]] = []
     destinations: list[_End] = []
     takers: list[_End] = []  # of what drains: these may take as many at a time as one that drains gives
-    queues: list[_End] = []  # would be takers but for their queue
+    queues: list[_End] = []  # would be takers but for their queue, or for want of a seat
     for report in reports:
         slots = settings.max_moves_per_engine - busy.get(report.engine, 0)
         drain_slots = settings.max_moves_draining - busy.get(report.engine, 0)
@@ -84,10 +85,11 @@ def _pair_group(reports: list[LoadReport], settings: LlumnixSettings, busy: Mapp
             sources.append((_end(report, settings, drain_slots), cause))
         if report.state != READY:
             continue
-        if slots > 0 and report.waiting == 0:
+        if slots > 0 and report.waiting == 0 and report.seats > 0:
             destinations.append(_end(report, settings, slots))
         if drain_slots > 0:
-            (queues if report.waiting else takers).append(_end(report, settings, drain_slots))
+            full = report.waiting or not report.seats  # what runs cannot go there, what waits queues there
+            (queues if full else takers).append(_end(report, settings, drain_slots))
     sources.sort(key=lambda source: (source[1] != DRAIN, source[0].free, source[0].report.engine))
     for ends in (destinations, takers):
         ends.sort(key=lambda end: (-end.free, end.report.engine))
@@ -126,7 +128,8 @@ def _drain_pairs(
             break
         ends.remove(end)
         end.slots -= 1
-        if end.slots > 0:
+        end.seats -= 1
+        if end.slots > 0 and (end.seats > 0 or ends is queues):
             ends.append(end)
         made.append(Pair(source.report.engine, end.report.engine, DRAIN, most, waiting=ends is queues))
     return made
@@ -152,7 +155,7 @@ def _cause(report: LoadReport, settings: LlumnixSettings, decoders: frozenset[st
 
 def _end(report: LoadReport, settings: LlumnixSettings, slots: int) -> _End:
     left = report.free_blocks - report.head_blocks - headroom_blocks(report, settings)
-    return _End(report, freeness(report, settings), left, slots)
+    return _End(report, freeness(report, settings), left, slots, report.seats)
 
 
 def _match(

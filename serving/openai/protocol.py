@@ -215,7 +215,7 @@ def _is_json(name: Any, value: Any) -> bool:
 
 
 def _parse(body: bytes, kind: type[R]) -> R:
-    data = drop_known(_load_json(body))
+    data = drop_known(load_json(body))
     for name in data:
         if name not in kind.model_fields:
             close = difflib.get_close_matches(name, kind.model_fields, 1)
@@ -228,7 +228,8 @@ def _parse(body: bytes, kind: type[R]) -> R:
         raise from_validation(error) from error
 
 
-def _load_json(body: bytes) -> dict[str, Any]:
+def load_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises APIError 400."""
     try:
         data = json.loads(body, parse_constant=_no_constant)
         if b"\\u" in body:  # escapes are the one way to write half a surrogate pair

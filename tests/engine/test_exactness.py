@@ -194,7 +194,7 @@ def move(source: Engine, destination: Engine, name: str) -> None:
     destination.reserve(name, count)
     destination.write_reserved(name, 0, slabs)
     destination.adopt(record, (0, request.epoch[1] + 1), computed=request.computed, key=name)
-    source.give_up(name)
+    source.abort(name)
 
 
 def test_export_and_adopt(loaded: Loaded) -> None:

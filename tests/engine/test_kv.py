@@ -161,6 +161,16 @@ def test_a_hit_makes_a_block_recent() -> None:
     assert pool.allocate(2) == [b[1], b[0]]
 
 
+def test_recent_blocks_are_those_used_last() -> None:
+    pool = BlockPool(64, SIZE)
+    pool.release(fill(pool, TOKENS[:8]))
+    prefix = chain(TOKENS[:8])
+    for salt in "abcdefghi":
+        blocks = pool.take(pool.find(prefix, TOKENS), prefix, TOKENS)
+        pool.release([*blocks, *fill(pool, TOKENS[:8], salt=salt)])
+    assert set(pool.recent(4)) >= set(prefix), "what every request hits"
+
+
 def test_forgotten_blocks_are_free_not_cached() -> None:
     pool = BlockPool(4, SIZE)
     pool.release(fill(pool, TOKENS[:8]), forget=True)

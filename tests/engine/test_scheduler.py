@@ -544,7 +544,7 @@ def move(source: Engine, destination: Engine, name: str) -> None:
     destination.reserve(name, needed)
     destination.write_reserved(name, 0, source.export(name, 0, needed))
     destination.adopt(record, (request.epoch[0], request.epoch[1] + 1), computed, name)
-    source.give_up(name)
+    source.abort(name)
 
 
 def test_a_moved_request_goes_on_without_computing_again() -> None:
@@ -627,7 +627,7 @@ def test_a_held_queued_request_is_not_admitted_until_unhold() -> None:
     add(engine, "c", 5)
     engine.hold("c")
     assert not engine.has_work
-    engine.give_up("c")
+    engine.abort("c")
     engine.scheduler.check()
 
 
@@ -800,7 +800,7 @@ def test_blocks_that_are_here_already_are_part_of_a_promise() -> None:
     record = source.hold("a")
     destination.write_reserved("a", present, source.export("a", present, len(request.blocks) - present))
     destination.adopt(record, (0, 1), request.computed, "a")
-    source.give_up("a")
+    source.abort("a")
     assert tokens_of(run(destination), "a")[-5:] == continuation(prompt_of(9, 97), SamplingParams(max_tokens=6))[0][-5:]
     destination.scheduler.check()
 

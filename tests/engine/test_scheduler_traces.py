@@ -230,14 +230,14 @@ class World:
         assert destination.adopt(record, epoch, computed, move.key) is adopted  # COMMIT may come twice
         life.home = 1 - move.source
         if b % 2:
-            source.give_up(life.id)
+            source.abort(life.id)
         else:
             self.left_behind.append((move.source, life.id))
 
     def give_up(self, a: int, b: int) -> None:
         if self.left_behind:
             at, request_id = self.left_behind.pop(a % len(self.left_behind))
-            self.engines[at].give_up(request_id)
+            self.engines[at].abort(request_id)
 
     def move_waiting(self, a: int, b: int) -> None:
         life = self.pick(a)
@@ -248,7 +248,7 @@ class World:
         self.cancel_move(life.id)
         record = self.engines[life.home].hold(life.id)
         self.engines[1 - life.home].adopt(record, epoch)
-        self.engines[life.home].give_up(life.id)
+        self.engines[life.home].abort(life.id)
         life.home = 1 - life.home
 
     def resume(self, a: int, b: int) -> None:
@@ -310,7 +310,7 @@ class World:
     def finish(self) -> None:
         """Nothing is disturbed any more: every request ends, and every block is free again."""
         for at, request_id in self.left_behind:
-            self.engines[at].give_up(request_id)
+            self.engines[at].abort(request_id)
         for request_id in list(self.moves):
             self.cancel_move(request_id)
         self.left_behind = []

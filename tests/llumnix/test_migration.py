@@ -104,22 +104,55 @@ def test_without_copies_only_what_the_destination_has_counts_as_computed() -> No
     assert effect == Hold(6, copy=False)
     assert outgoing.held(RUNNING) == Commit((2, 6), 24, 6, 0, True)
     outgoing, _ = machine(Mechanism.RECOMPUTE, present=10)
-    assert outgoing.held(replace(RUNNING, computed=38)) == Commit((2, 6), 38, 10, 0, True)
+    assert outgoing.held(replace(RUNNING, computed=38)) == Commit((2, 6), 40, 10, 0, True)
+
+
+@pytest.mark.parametrize("mechanism", [Mechanism.LIVE, Mechanism.STOP_AND_COPY, Mechanism.RECOMPUTE])
+def test_blocks_that_the_destination_has_beyond_the_source_are_not_computed_again(mechanism: Mechanism) -> None:
+    """The source drains in the middle of a prefill; the destination has the prefix, and others may be reading it."""
+    prefilling = replace(RUNNING, computed=9)
+    outgoing = Outgoing(LIMITS, mechanism)
+    outgoing.start(prefilling)
+    assert outgoing.reserved(7, prefilling) == Hold(7, copy=mechanism is not Mechanism.RECOMPUTE)
+    assert outgoing.held(prefilling) == Commit((2, 6), 28, 7, 0, True)
+    outgoing = Outgoing(LIMITS, mechanism)
+    outgoing.start(prefilling)
+    outgoing.reserved(11, prefilling)
+    assert outgoing.held(prefilling) == Commit((2, 6), 41, 11, 0, True), "the newest position is always computed"
 
 
 @pytest.mark.parametrize("mechanism", list(Mechanism))
 def test_a_queued_request_moves_without_room_and_without_blocks(mechanism: Mechanism) -> None:
     outgoing = Outgoing(LIMITS, mechanism)
     queued = replace(RUNNING, running=False, computed=0)
-    assert outgoing.start(queued) == Hold(0, copy=False)
+    assert outgoing.start(queued) == Reserve(0)  # whether it may queue there at all
     assert outgoing.mechanism is Mechanism.REQUEUE
+    assert outgoing.reserved(0, queued) == Hold(0, copy=False)
     assert outgoing.held(queued) == Commit((2, 6), 0, 0, 0, False)
 
 
 def test_a_running_request_may_be_queued_elsewhere() -> None:
     outgoing = Outgoing(LIMITS, Mechanism.REQUEUE)
-    assert outgoing.start(RUNNING) == Hold(0, copy=False)
+    assert outgoing.start(RUNNING) == Reserve(0)
+    assert outgoing.reserved(0, RUNNING) == Hold(0, copy=False)
     assert outgoing.held(RUNNING) == Commit((2, 6), 0, 0, 0, False)
+
+
+def test_what_was_chosen_because_it_is_queued_stays_once_it_has_started() -> None:
+    queued = replace(RUNNING, running=False, computed=0)
+    started = End(Outcome.ABORTED, "started")
+    assert Outgoing(LIMITS, queued=True).start(RUNNING) == started
+    assert Outgoing(LIMITS, Mechanism.REQUEUE, queued=True).start(RUNNING) == started
+    outgoing = Outgoing(LIMITS, Mechanism.REQUEUE, queued=True)
+    outgoing.start(queued)
+    assert outgoing.reserved(0, queued) == Hold(0, copy=False)
+    assert outgoing.held(RUNNING) == started
+
+
+def test_who_takes_no_such_request_says_so_before_a_queued_one_is_held() -> None:
+    outgoing = Outgoing(LIMITS)
+    outgoing.start(replace(RUNNING, running=False, computed=0))
+    assert outgoing.refused("the engine is draining") == End(Outcome.ABORTED, "the engine is draining")
 
 
 def test_room_for_what_has_grown_since_is_asked_for_before_commit() -> None:
@@ -232,7 +265,7 @@ def test_every_way_ends_and_sends_each_block_once(seed: int) -> None:
             progress = grown(random.randrange(4), progress)
         match effect:
             case Reserve(num_blocks=room):
-                assert room > promised
+                assert room > promised or mechanism is Mechanism.REQUEUE
                 promised = room
                 if not blocks:
                     blocks = random.randrange(progress.computed // limits.block_size + 1)

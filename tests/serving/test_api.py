@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
 from engine.config import EngineConfig
 from serving import messages
@@ -231,12 +232,17 @@ async def test_a_header_and_a_body_that_differ_are_refused(header: int, priority
 
 
 def test_a_header_is_an_integer() -> None:
-    assert priority_of({}) is None
-    assert [priority_of({"x-priority": text}) for text in ("0", "-3", " 7 ")] == [0, -3, 7]
-    for text in ("high", "1.5", "", str(2**31), "9" * 5000):
+    assert priority_of(Headers({})) is None
+    assert [priority_of(Headers({"X-Priority": text})) for text in ("0", "-3", " 7 ")] == [0, -3, 7]
+    for text in ("high", "1.5", "", str(2**31), "9" * 5000, "1_000", "+1", "１", "\u00a07"):
         with pytest.raises(APIError) as wrong:
-            priority_of({"x-priority": text})
+            priority_of(Headers({"X-Priority": text.encode("latin-1", "replace").decode("latin-1")}))
         assert (wrong.value.status, wrong.value.param) == (400, "X-Priority")
+
+
+def test_a_header_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(APIError, match="there 2 times"):
+        priority_of(Headers(raw=[(b"x-priority", b"-5"), (b"x-priority", b"7")]))
 
 
 # Moves

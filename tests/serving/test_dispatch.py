@@ -27,7 +27,7 @@ def dispatcher(*reports: LoadReport, policy: str = "llumnix") -> Dispatcher:
     made = Dispatcher(4)
     made.settings = LlumnixSettings(dispatch_policy=policy)
     for one in reports:
-        made.put(one)
+        made.put(one, 0.0)
     return made
 
 
@@ -35,16 +35,26 @@ def choose(made: Dispatcher, tokens: int = 8, now: float = 0.0, priority: int = 
     return made.choose([1] * tokens, [], priority, (), now, **rest)
 
 
-def test_a_burst_spreads_although_no_report_shows_it_and_bookings_end() -> None:
+def test_a_burst_spreads_and_a_booking_ends_with_the_report_that_shows_it() -> None:
     made = dispatcher(report("a"), report("b", free_blocks=99))
-    chosen = [choose(made) for _ in range(10)]
+    chosen = [choose(made, now=i / 100) for i in range(10)]
     assert chosen.count("a") == chosen.count("b") == 5
     assert made.fleet.batch.tolist() == [5, 5]
-    made.put(report("a", running=5, free_blocks=90))  # a booking stays until it must be in the reports
-    assert made.fleet.batch.tolist() == [10, 5]
-    choose(made, now=BOOKING_S)
-    assert made.fleet.batch.sum() == 5 + 1
-    assert made.fleet.owed_blocks.sum() == 2 and made.fleet.owed_tokens.sum() == 8
+    made.put(report("a", running=1, free_blocks=98), BOOKING_S - 0.01)  # it may be older than the first of them
+    assert made.fleet.batch.tolist() == [6, 5]
+    made.put(report("a", running=5, free_blocks=90), BOOKING_S + 0.045)
+    assert made.fleet.batch.tolist() == [5 + 2, 5], "three of them were sent at 0, 0.02 and 0.04 s"
+    made.put(report("a", running=5, free_blocks=90), 1.0)
+    assert made.fleet.batch.tolist() == [5, 5]
+    assert made.fleet.owed_blocks.tolist() == [0, 10] and made.fleet.owed_tokens.tolist() == [0, 40]
+
+
+@pytest.mark.parametrize("policy", [name for name in DISPATCH_POLICIES if name != "sticky_prefix"])
+def test_without_reports_requests_spread_however_far_apart_they_come(policy: str) -> None:
+    """The manager is down."""
+    made = dispatcher(*(report(name, free_blocks=100 - 5 * i) for i, name in enumerate("abcd")), policy=policy)
+    chosen = [choose(made, now=float(second)) for second in range(80)]
+    assert min(chosen.count(name) for name in "abcd") >= 10, chosen
 
 
 def test_what_is_resumed_counts_with_its_output() -> None:
@@ -59,7 +69,7 @@ def test_an_engine_that_was_lost_takes_its_bookings_along() -> None:
     assert choose(made) == "a" and made.decisions == {("a", "llumnix"): 1}
     made.remove("a")
     assert choose(made) is None and not made.decisions
-    made.put(report("a"))
+    made.put(report("a"), BOOKING_S + 1)
     choose(made, now=BOOKING_S + 1)
     assert made.fleet.batch[made.fleet.rows["a"]] == 1
 
@@ -73,11 +83,11 @@ def test_a_home_is_taken_whatever_the_policy_and_booked() -> None:
 def test_ready_and_the_longest_sequence_are_those_of_ready_engines() -> None:
     made = dispatcher()
     assert not made.ready and made.max_model_len is None
-    made.put(report("a", state=DRAINING, max_model_len=300))
+    made.put(report("a", state=DRAINING, max_model_len=300), 0.0)
     assert not made.ready and made.max_model_len is None
-    made.put(report("b", max_model_len=200, stalled_s=61.0))
+    made.put(report("b", max_model_len=200, stalled_s=61.0), 0.0)
     assert not made.ready and made.max_model_len == 200
-    made.put(report("b", max_model_len=200))
+    made.put(report("b", max_model_len=200), 0.0)
     assert made.ready
 
 
@@ -168,6 +178,6 @@ def test_taking_in_the_reports_of_a_thousand_engines_takes_less_than_10_millisec
         messages = [one.to_message() | {"movable": ()} for one in crowd(seed)]
         started = time.thread_time()
         for message in messages:
-            made.put(LoadReport.from_message(message))
+            made.put(LoadReport.from_message(message), 0.0)
         times.append(time.thread_time() - started)
     assert min(times) < 10e-3

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError
 from llumnix.load import DECODE, MIXED, PREFILL, READY, LoadReport
+from llumnix.policies.choice import BALANCE, DRAIN
 from llumnix.rescheduler import COMMAND_TIMEOUT_S
 from llumnix.settings import DEFAULTS, LlumnixSettings
 from serving import manager
+from serving.cluster_api import move_error
 from serving.manager import Manager
 
 PLAIN: Any = Manager.func_or_class  # type: ignore[attr-defined]
@@ -72,10 +73,30 @@ def test_moves_are_off_until_the_first_settings_come() -> None:
     assert served.transfer.compression == "zlib"
 
 
-def test_wrong_settings_end_a_start_and_later_leave_those_in_force() -> None:
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"llumnix": {"max_move": 3}}, "no setting 'max_move'"),
+        ({"llumnix": {"max_moves": 10**400}}, "max_moves is 1000"),
+        ({"llumnix": {"pd_ratio": "1" * 5000 + ":1"}}, "pd_ratio is '1111"),
+        ({"llumnix": {"pd_ratio": "1:1", "enable_moves": False}}, "which needs requests to move"),
+        ({"llumnix": []}, "must be a mapping"),
+        ({"kv_transfer": 0}, "must be a mapping"),
+        ([], "must be a mapping"),
+    ],
+)
+def test_a_manager_that_starts_with_wrong_settings_starts(given: Any, reason: str) -> None:
+    """It may be a restart, and without a manager nobody hears of a new engine."""
     served = PLAIN()
-    with pytest.raises(ConfigError, match="no setting 'max_move'"):
-        served.reconfigure({"llumnix": {"max_move": 3}})
+    served.reconfigure(given)
+    assert served.rescheduler.settings == DEFAULTS and reason in served.settings_error
+    assert "\n" not in served.settings_error and len(served.settings_error) < 400
+    served.reconfigure({"llumnix": None, "kv_transfer": {}})
+    assert served.configured and not served.settings_error
+
+
+def test_wrong_settings_leave_those_in_force() -> None:
+    served = PLAIN()
     served.reconfigure({"llumnix": {"max_moves": 3}})
     before = served.settings_version
     served.reconfigure({"llumnix": {"max_moves": 5}, "kv_transfer": {"batch": 2}})
@@ -258,6 +279,59 @@ async def test_what_an_operator_cannot_have(
     answer = await served.migrate(request_id, destination, {})
     assert answer["error"] == kind and message in answer["message"]
     assert not served.rescheduler.open
+
+
+async def test_the_public_name_of_a_response_with_several_sequences_names_none() -> None:
+    served, source = await cluster("cmpl-1-0", "cmpl-1-1", "cmpl-10-0")
+    assert (await served.migrate("cmpl-1", "b", {}))["error"] == "not_found"
+    assert (await served.migrate("cmpl-1-1", "b", {}))["outcome"] == "moved"
+    assert (await served.migrate("cmpl-10", "b", {}))["outcome"] == "moved"
+
+
+async def test_an_operator_hears_of_a_wrong_mechanism_and_of_a_source_that_fails() -> None:
+    served, source = await cluster("cmpl-1-0")
+    for options, message in (
+        ({"mechanism": "walk"}, "mechanism is 'walk', must be one of live, stop_and_copy, recompute, requeue"),
+        ({"mechanism": None}, "mechanism is None, must be one of"),
+        ({"cause": None}, "no setting 'cause'"),
+        ({"compression": "lz4"}, "compression is 'lz4', must be one of"),
+        ({"batch_size": -1}, "batch_size is -1"),
+    ):
+        answer = await served.migrate("cmpl-1", "b", options)
+        assert answer["error"] == "bad_request" and message in answer["message"]
+        assert move_error(answer).status == 400 and not source.commands
+
+    async def fail(command: dict[str, Any]) -> Any:
+        raise ConnectionError
+
+    source._migrate = fail  # type: ignore[method-assign]
+    answer = await served.migrate("cmpl-1", "b", {})
+    assert answer["error"] == "conflict" and "replica a did not carry the move out" in answer["message"]
+
+
+async def test_a_drain_that_nobody_takes_from_is_no_hurry() -> None:
+    for outcome in ("moved", "aborted"):
+        served, _ = await cluster("r", outcome=outcome)
+        command = served.rescheduler.command("a", "b", DRAIN, 1, 100, 0.0)
+        await served._carry_out(command, {"request_id": "r"})
+        assert served.urgent.is_set() == (outcome == "moved")
+
+
+async def test_many_downtimes_cost_the_manager_little_and_keep_their_causes() -> None:
+    """400 moves a second, whose ingress tells a second later: many more than the history shows."""
+    served, _ = await cluster("r")
+    command = served.rescheduler.command("a", "b", BALANCE, 1, 100, 0.0)
+    (made,) = await served.cluster.members["a"].actor._migrate(
+        {"request_id": "r", "destination": "b", "cause": BALANCE}
+    )
+    started = time.process_time()
+    for second in range(20):
+        for number in range(400):
+            moves = served.rescheduler.done(command, [{**made, "request_id": f"{second}-{number}"}], float(second))
+            served._match_downtimes(moves)
+        await served.downtime([(f"{second}-{number}", (0, 1), 0.04) for number in range(400)])
+    assert counted(served, BALANCE) == 8000 and not served.early
+    assert time.process_time() - started < 2.0  # 20 s of such a cluster; a tenth of it here
 
 
 async def test_a_manager_that_has_just_started_knows_it() -> None:

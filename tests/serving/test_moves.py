@@ -6,13 +6,18 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.engine import Engine
 from engine.sampling.params import SamplingParams
 from engine.step import StepPlan, StepResult
+from llumnix.load import DRAINING
 from llumnix.migration import Mechanism
+from llumnix.transfer import PROCESS_MEMORY
 from serving.move_source import MoveOptions
+from serving.process_memory import ProcessMemory
+from serving.transport import encode
 from tests.fakes import FakeExecutor, continuation, make_engine
 from tests.serving.nodes import SOON, Handle, Nodes
 
@@ -163,3 +168,93 @@ async def test_settings_reach_the_engine() -> None:
         await node.thread.call(lambda: None)
         assert node.engine.scheduler.reservations.seconds == 3.5
         assert node._report(1)[0]["settings"] == 7
+
+
+# What a destination refuses
+
+
+async def reserved(nodes: Nodes, name: str, blocks: int) -> None:
+    await nodes[name].thread.call(lambda: nodes[name].engine.reserve("k", blocks))
+
+
+def writing(nodes: Nodes, name: str, first: int, count: int, num_blocks: int) -> dict[str, Any]:
+    slabs = np.zeros((count, nodes[name].block_bytes), dtype=np.uint8)
+    return {"key": "k", "first": first, "num_blocks": num_blocks, "data": encode(slabs)}
+
+
+async def test_a_write_to_a_promise_that_is_gone_makes_no_new_one() -> None:
+    async with Nodes(slow_engine, "a") as nodes:
+        await reserved(nodes, "a", 4)
+        assert (await nodes["a"].write(writing(nodes, "a", 0, 2, 6)))["ok"]
+        await nodes["a"].release("k")
+        answer = await nodes["a"].write(writing(nodes, "a", 2, 2, 12))
+        assert answer == {"ok": False, "reason": "nothing is reserved for k"}
+        assert nodes["a"].engine.stats().free_blocks == 64
+
+
+async def test_blocks_that_could_not_be_written_do_not_count_as_written() -> None:
+    async with Nodes(slow_engine, "a") as nodes:
+        await reserved(nodes, "a", 4)
+        wrong = writing(nodes, "a", 0, 2, 4)
+        wrong["data"] |= {"compression": PROCESS_MEMORY, "pid": 2**22, "token": (0, b"x"), "rows": [0, 0]}
+        memory = ProcessMemory(0, nodes["a"].block_bytes)
+        nodes["a"].process_memory = lambda: memory  # type: ignore[method-assign]
+        assert (await nodes["a"].write(wrong))["unreadable"]
+        reservations = nodes["a"].engine.scheduler.reservations
+        assert await nodes["a"].thread.call(lambda: reservations.present("k")) == 0
+        assert (await nodes["a"].write(writing(nodes, "a", 0, 2, 4)))["ok"]
+        assert await nodes["a"].thread.call(lambda: reservations.present("k")) == 2
+
+
+async def test_a_destination_that_begins_to_drain_leaves_the_request_where_it_is() -> None:
+    async with Nodes(slow_engine, "a", "b") as nodes:
+        prompt = [1 + i % 90 for i in range(60)]
+        request = asyncio.create_task(nodes.generate("r", prompt, PARAMS.to_dict()))
+        source = await nodes.owner("r")
+        destination = nodes[{"a": "b", "b": "a"}[source]]
+        write = destination.taking.write
+
+        async def last(message: dict[str, Any]) -> dict[str, Any]:
+            answer = await write(message)
+            destination.state = DRAINING
+            return answer
+
+        destination.taking.write = last  # type: ignore[method-assign]
+        result = await move(nodes, "r", destination.id, MoveOptions(chunk_bytes=64))
+        assert (result["outcome"], result["reason"]) == ("aborted", "the engine is draining")
+        assert await request == continuation(prompt, PARAMS)[0]
+        assert nodes.client.tracker.resumed == 0
+
+
+async def test_a_request_does_not_move_to_where_it_could_not_end() -> None:
+    async with Nodes(slow_engine, "a", "b") as nodes:
+        request = asyncio.create_task(nodes.generate("r", PROMPT, PARAMS.to_dict()))
+        source = await nodes.owner("r")
+        destination = nodes[{"a": "b", "b": "a"}[source]]
+        destination.max_model_len = len(PROMPT) + 179
+        for mechanism in Mechanism:
+            result = await move(nodes, "r", destination.id, MoveOptions(mechanism=mechanism))
+            assert (result["outcome"], result["reason"]) == ("aborted", "the request may have 190 tokens, 189 fit")
+        destination.max_model_len += 1
+        assert (await move(nodes, "r", destination.id, MoveOptions()))["outcome"] == "moved"
+        assert await request == continuation(PROMPT, PARAMS)[0]
+
+
+async def test_a_limit_on_bandwidth_holds_for_all_moves_of_an_engine_together() -> None:
+    async with Nodes(slow_engine, "a", "b") as nodes:
+        params = SamplingParams(max_tokens=84)  # 31 blocks in the end, half of an engine's
+        prompts = {"r0": [*range(1, 41)], "r1": [*range(41, 81)]}
+        requests = [asyncio.create_task(nodes.generate(n, p[:], params.to_dict())) for n, p in prompts.items()]
+        for name in prompts:
+            if await nodes.owner(name) == "b":
+                assert (await move(nodes, name, "a", MoveOptions()))["outcome"] == "moved"
+        limit = 250 * nodes["a"].block_bytes  # a second
+        options = MoveOptions(chunk_bytes=4 * nodes["a"].block_bytes, bytes_per_s=limit, use_cached=False)
+        started = time.monotonic()
+        moves = [nodes["a"].giving.move(name, "b", Handle(nodes["b"]), options) for name in prompts]
+        results = await asyncio.gather(*moves)
+        took = time.monotonic() - started
+        sent = sum(result["bytes"] for result in results)
+        assert [result["outcome"] for result in results] == ["moved"] * 2, [(r["reason"], r["duration_ms"], r["bytes"]) for r in results]
+        assert sent >= 20 * nodes["a"].block_bytes and sent / took <= 1.3 * limit
+        assert [await request for request in requests] == [continuation(p, params)[0] for p in prompts.values()]

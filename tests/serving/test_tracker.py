@@ -102,7 +102,7 @@ def test_answers_for_requests_that_are_gone_do_nothing() -> None:
     tracker = tracked()
     tracker.cancel("r")
     assert tracker.assigned("r", "a", 0.0) == [] and tracker.unassigned("r", 0.0) == []
-    assert tracker.send_failed("a", "r", 0.0) == [] and tracker.engine_lost("a", 0.0) == []
+    assert tracker.send_failed("a", "r", (0, 0), 0.0) == [] and tracker.engine_lost("a", 0.0) == []
     assert tracker.cancel("r") == [] and tracker.tick(1.0) == []
 
 
@@ -186,7 +186,7 @@ def test_without_engines_a_request_waits_for_one_but_not_for_ever() -> None:
 
 def test_a_submission_that_did_not_arrive_is_made_again_with_a_new_epoch() -> None:
     tracker = tracked()
-    assert tracker.send_failed("a", "r", 1.0) == []
+    assert tracker.send_failed("a", "r", (0, 0), 1.0) == []
     assert tracker.tick(1.1) == []
     message = resumed_elsewhere(tracker, tracker.tick(1.3), "a", 1.3)
     assert message["epoch"] == [1, 0]
@@ -194,7 +194,7 @@ def test_a_submission_that_did_not_arrive_is_made_again_with_a_new_epoch() -> No
 
 def test_a_failed_submission_to_a_former_owner_changes_nothing() -> None:
     tracker = tracked("b")
-    assert tracker.send_failed("a", "r", 1.0) == [] and tracker.tick(5.0) == []
+    assert tracker.send_failed("a", "r", (0, 0), 1.0) == [] and tracker.tick(5.0) == []
 
 
 # Tokens
@@ -392,6 +392,33 @@ def test_resumes_are_bounded(limit: int) -> None:
         resumed_elsewhere(tracker, tracker.outputs("a", [error(FAILED, (count, 0))], 0.0), "a", 0.0)
     assert ended_with(tracker.outputs("a", [error(FAILED, (limit, 0))], 0.0)) == ENGINE_LOST
     assert tracker.resumed == limit
+
+
+def test_draining_replicas_do_not_use_up_the_resumes() -> None:
+    tracker = tracked(max_resumes=1)
+    for count in range(5):
+        resumed_elsewhere(tracker, tracker.outputs("a", [error(DRAINED, (count, 0))], 0.0), "a", 0.0)
+    assert tracker.requests["r"].resumes == 0 and tracker.resumed == 5
+    resumed_elsewhere(tracker, tracker.outputs("a", [error(FAILED, (5, 0))], 0.0), "a", 0.0)
+    assert ended_with(tracker.outputs("a", [error(FAILED, (6, 0))], 0.0)) == ENGINE_LOST
+
+
+def test_an_engine_that_refused_once_is_asked_again_after_the_next_token() -> None:
+    tracker = tracked()
+    (dispatch,) = tracker.outputs("a", [error(QUEUE_FULL)], 0.0)
+    assert dispatch == Dispatch("r", frozenset({"a"}))
+    tracker.assigned("r", "b", 0.0)
+    tracker.outputs("b", [token(0, epoch=(1, 0))], 1.0)
+    (dispatch,) = tracker.outputs("b", [error(FAILED, (1, 0))], 3600.0)
+    assert dispatch == Dispatch("r", frozenset({"b"}))
+
+
+def test_a_late_failure_of_an_earlier_submission_means_nothing() -> None:
+    tracker = tracked()
+    tracker.outputs("a", [error(FAILED)], 0.0)
+    tracker.assigned("r", "a", 0.0)
+    assert tracker.send_failed("a", "r", (0, 0), 0.0) == [] and tracker.owners() == {"a"}
+    assert tracker.send_failed("a", "r", (1, 0), 0.0) == [] and tracker.owners() == set()
 
 
 def test_unknown_is_believed_only_of_the_owner_and_not_just_after_a_submission() -> None:
@@ -630,7 +657,9 @@ class Network:
                 self.deliver(engine)
             self.carry_out(self.tracker.engine_lost(engine.name, self.now))
             for send in lost:
-                self.carry_out(self.tracker.send_failed(engine.name, send.message["id"], self.now))
+                self.carry_out(
+                    self.tracker.send_failed(engine.name, send.message["id"], tuple(send.message["epoch"]), self.now)
+                )
             self.new_engine()
 
     def fail(self, engine: FakeEngine, what: str) -> None:
@@ -720,7 +749,9 @@ class Network:
                     if engine.reachable and (self.healed or self.rng.random() < 0.95):
                         engine.inbox.append(send)
                     else:
-                        todo += self.tracker.send_failed(send.engine, send.message["id"], self.now)
+                        todo += self.tracker.send_failed(
+                            send.engine, send.message["id"], tuple(send.message["epoch"]), self.now
+                        )
                 case Abort() as abort:
                     if self.engines[abort.engine].reachable:
                         self.engines[abort.engine].inbox.append(abort)

@@ -98,7 +98,7 @@ def out_of_blocks(faults: Faults, moment: Moment) -> Verdict | None:
 
 def _hog(faults: Faults, node: Any, point: str) -> None:
     scheduler = node.engine.scheduler
-    if not scheduler._seats or not scheduler.pool.available:
+    if not scheduler.seats or not scheduler.pool.available:
         return
     key = f"hog {faults.cluster.loop.now}"
     scheduler.reservations.promise(key, scheduler.pool.available, faults.cluster.loop.now)
@@ -206,7 +206,7 @@ def _while_reading(faults: Faults, moment: Moment, lose: Callable[[], bool]) -> 
 
     def now() -> None:
         done.append(True)
-        if scheduler._seats and scheduler.pool.available and lose():
+        if scheduler.seats and scheduler.pool.available and lose():
             number = scheduler.pool.available
             scheduler.reservations.promise("others", number, faults.cluster.loop.now)
             zeros = np.zeros((number, 8 * scheduler.pool.block_size), dtype=np.uint8)
