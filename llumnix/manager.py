@@ -6,11 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from llumnix.load import PROTOCOL_VERSION, LoadReport, freeness
+from llumnix.load import LONG_AGO, PROTOCOL_VERSION, LoadReport, freeness
 from llumnix.settings import DEFAULTS, LlumnixSettings
 
-SUSPECT_S = 3.0  # silence, beyond the time between two reports, after which an engine is shown as suspect
-GONE_S = 10.0  # silence, beyond that time, after which it leaves the view
+SUSPECT_S = 3.0  # silence, beyond the time between two reports, after which an engine is suspect, and is asked
+GONE_S = 10.0  # silence, beyond that time, and without an answer, after which it leaves the view
 MIN_INTERVAL_S = 0.1  # between two reports of an engine
 REPORT_S = 0.0026  # each engine's share of that time: reports cost 0.9 ms of CPU, and must cost less than half a core
 
@@ -19,8 +19,13 @@ REPORT_S = 0.0026  # each engine's share of that time: reports cost 0.9 ms of CP
 class Member:
     report: LoadReport
     actor: Any  # how to reach it; opaque here
-    heard: float
+    heard: float  # when its newest report came
     changed: int = 0  # the version that came with its report
+    answered: float = LONG_AGO  # when it last answered to the question whether it lives
+
+    def silent_s(self, now: float) -> float:
+        """How long there has been no sign of life."""
+        return now - max(self.heard, self.answered)
 
 
 @dataclass
@@ -72,8 +77,21 @@ class ClusterView:
 
     def tick(self, now: float) -> None:
         """Drop engines that have been silent for long."""
-        for name in [name for name, member in self.members.items() if now - member.heard > GONE_S + self._slack]:
+        for name in [name for name, member in self.members.items() if member.silent_s(now) > GONE_S + self._slack]:
             self.on_gone(name)
+
+    def suspects(self, now: float) -> list[str]:
+        """Engines that should have been heard of, and are to be asked whether they live."""
+        return [name for name, member in self.members.items() if self._suspect(member, now)]
+
+    def on_answer(self, engine: str, incarnation: float, now: float) -> None:
+        """A suspect lives: it is taken back at once, with the load it last told of."""
+        member = self.members.get(engine)
+        if member is not None and member.report.incarnation == incarnation:
+            member.answered = now
+
+    def _suspect(self, member: Member, now: float) -> bool:
+        return member.silent_s(now) > SUSPECT_S + self._slack
 
     def view(self, now: float, since: Any = None, known: Collection[str] = ()) -> dict[str, Any]:
         """What has changed for an ingress since the view whose "version" was `since`; everything if that is not ours.
@@ -100,16 +118,15 @@ class ClusterView:
         return isinstance(since, list | tuple) and list(since) == [self.id, self.version]
 
     def reports(self, now: float) -> list[LoadReport]:
-        """Of the engines that have been heard of lately: the others may be gone."""
-        limit = SUSPECT_S + self._slack
-        return [member.report for member in self.members.values() if now - member.heard <= limit]
+        """Of the engines that have given a sign of life lately: the others may be gone."""
+        return [member.report for member in self.members.values() if not self._suspect(member, now)]
 
     def snapshot(self, now: float, settings: LlumnixSettings = DEFAULTS) -> dict[str, Any]:
         """For people and metrics: every engine with its state and freeness."""
         replicas = []
         for name, member in sorted(self.members.items()):
             report = member.report
-            state = "suspect" if now - member.heard > SUSPECT_S + self._slack else report.state
+            state = "suspect" if self._suspect(member, now) else report.state
             replicas.append(
                 {
                     "id": name,

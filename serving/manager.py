@@ -20,6 +20,7 @@ from typing import Any
 from zlib import crc32
 
 from ray import serve
+from ray.exceptions import ActorDiedError
 
 from engine.config import ConfigError
 from engine.values import shown
@@ -44,6 +45,7 @@ logger = logging.getLogger("ferry.manager")
 
 POLL_S = 1.0
 MEASURING = ("use_cached", "chunk_bytes")  # options of a move for tests and benchmarks
+PROBE_S = 1.0  # between looks for suspects, and for their answer
 REQUEST_KEYS = ("id", "status", "priority", "tokens")  # of a request in /cluster
 LOGGED = ("request_id", "source", "destination", "cause", "mechanism", "outcome", "reason", "duration_ms", "held_ms")
 GAPS_S = 2.0  # after a drain, until its ingresses have told of the gaps they saw
@@ -105,6 +107,7 @@ class Manager:
         if self.pairing is None:  # whoever reports first finds a running loop
             self.settled_at = clock.now() + SETTLE_S
             self.pairing = asyncio.get_running_loop().create_task(self._pair())
+            self._spawn(self._look_after_suspects())
         before = self.cluster.version
         drained_before = self._drains(message["engine"])
         answer = self.cluster.on_report(message, clock.now())
@@ -235,6 +238,33 @@ class Manager:
             "drains": list(self.drains),
         }
         return snapshot
+
+    # -- suspects -----------------------------------------------------------------------------------------------
+
+    async def _look_after_suspects(self) -> None:
+        asked: set[str] = set()
+        while True:
+            await asyncio.sleep(PROBE_S)
+            for name in self.cluster.suspects(clock.now()):
+                if name not in asked:
+                    asked.add(name)
+                    self._spawn(self._probe(name, asked))
+
+    async def _probe(self, name: str, asked: set[str]) -> None:
+        """Ask an engine whether it lives. Its reports may be what does not come through."""
+        member = self.cluster.members[name]
+        before = self.cluster.version
+        try:
+            await asyncio.wait_for(member.actor.ping.remote(), PROBE_S)
+            self.cluster.on_answer(name, member.report.incarnation, clock.now())
+        except ActorDiedError:
+            if self.cluster.members.get(name) is member:
+                self.cluster.on_gone(name)
+        except Exception as error:  # no answer, or an engine that says that it is ill
+            logger.debug("engine %s is suspect: %s", name, type(error).__name__)
+        finally:
+            asked.discard(name)
+        self._notify(before)
 
     # -- rescheduling -------------------------------------------------------------------------------------------
 

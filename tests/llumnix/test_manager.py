@@ -45,6 +45,24 @@ def test_the_newest_report_wins_whatever_the_order() -> None:
     assert view.snapshot(0.0)["manager"]["stale_reports"] == 3
 
 
+def test_a_suspect_that_answers_is_taken_back_at_once_and_one_that_does_not_is_dropped() -> None:
+    view = ClusterView()
+    for name in "ab":
+        view.on_report(message(name), 0.0)
+    late = SUSPECT_S + 0.1
+    assert view.suspects(SUSPECT_S) == [] and view.suspects(late) == ["a", "b"] and view.reports(late) == []
+    view.on_answer("a", 1.0, late)
+    view.on_answer("b", 0.5, late)  # an earlier process of that name
+    view.on_answer("c", 1.0, late)
+    assert view.suspects(late) == ["b"] and [report.engine for report in view.reports(late)] == ["a"]
+    assert {r["id"]: r["state"] for r in view.snapshot(late)["replicas"]} == {"a": READY, "b": "suspect"}
+    assert view.view(late)["engines"]["a"]["silent_s"] == late, "its report is no newer"
+    view.tick(GONE_S + 0.1)
+    assert list(view.members) == ["a"] and view.suspects(GONE_S + 0.1) == ["a"]
+    view.tick(late + GONE_S + 0.1)
+    assert not view.members
+
+
 def test_a_new_incarnation_beats_any_sequence_of_the_old_one() -> None:
     view = ClusterView()
     view.on_report(message(incarnation=1.0, sequence=900, running=9), 0.0)

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from llumnix.load import DECODE, MIXED, PREFILL, READY, LoadReport
+from llumnix.manager import GONE_S, SUSPECT_S
 from llumnix.policies.choice import BALANCE, DRAIN
 from llumnix.rescheduler import COMMAND_TIMEOUT_S
 from llumnix.settings import DEFAULTS, LlumnixSettings
@@ -60,6 +62,40 @@ async def test_a_change_is_told_soon_and_nothing_after_a_while() -> None:
     started = time.monotonic()
     assert (await served.view(changed["version"], ["a", "b"]))["version"] == changed["version"]
     assert 0.5 < time.monotonic() - started < manager.POLL_S + 0.5
+
+
+@pytest.mark.parametrize(
+    ("answer", "states"),
+    [
+        (None, {"a": READY}),
+        (ActorDiedError(), {}),
+        (RuntimeError("the engine failed"), {"a": "suspect"}),
+        (9, {"a": "suspect"}),
+    ],
+)
+async def test_a_suspect_is_asked_whether_it_lives(
+    answer: Any, states: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(manager.clock, "now", lambda: now)
+    monkeypatch.setattr(manager, "PROBE_S", 0.02)
+    served, engine = PLAIN(), Engine()
+
+    async def ping() -> None:
+        if isinstance(answer, Exception):
+            raise answer
+        await asyncio.sleep(answer or 0)
+
+    engine.ping = Method(ping)  # type: ignore[attr-defined]
+    load = LoadReport("a", 1.0, 1, state=READY)
+    await served.report({**load.to_message(), "actor": engine})
+    now += SUSPECT_S + 0.1
+    await asyncio.sleep(0.1)
+    assert {replica["id"]: replica["state"] for replica in (await served.snapshot())["replicas"]} == states
+    now += GONE_S - SUSPECT_S
+    await asyncio.sleep(0.1)
+    await served.view(None, [])
+    assert list(served.cluster.members) == (["a"] if answer is None else [])
 
 
 # Settings

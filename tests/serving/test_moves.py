@@ -255,6 +255,8 @@ async def test_a_limit_on_bandwidth_holds_for_all_moves_of_an_engine_together() 
         results = await asyncio.gather(*moves)
         took = time.monotonic() - started
         sent = sum(result["bytes"] for result in results)
-        assert [result["outcome"] for result in results] == ["moved"] * 2, [(r["reason"], r["duration_ms"], r["bytes"]) for r in results]
+        assert [result["outcome"] for result in results] == ["moved"] * 2, [
+            (r["reason"], r["duration_ms"], r["bytes"]) for r in results
+        ]
         assert sent >= 20 * nodes["a"].block_bytes and sent / took <= 1.3 * limit
         assert [await request for request in requests] == [continuation(p, params)[0] for p in prompts.values()]
