@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from engine.engine import EngineStats
 from serving.metrics import Family
 
@@ -31,13 +33,21 @@ COUNTERS = {
 }
 
 
+STAYING = "ferry_requests_staying", "requests that would not move to another replica now, by reason"
+PASSED = "ferry_move_passed_over", "requests that were not considered when one was to move, by reason"
+EMPTY: Mapping[str, int] = {}
+
+
 class EngineMetrics:
     """Families with the label replica=<engine id>."""
 
     def __init__(self, engine_id: str):
         self.labels = {"replica": engine_id}
 
-    def families(self, stats: EngineStats | None) -> list[Family]:
+    def families(
+        self, stats: EngineStats | None, staying: Mapping[str, int] = EMPTY, passed_over: Mapping[str, int] = EMPTY
+    ) -> list[Family]:
+        """`staying` and `passed_over`: requests by the reason why they do not move, now and when one was to."""
         if stats is None:
             return []
         gauges: list[Family] = [
@@ -48,4 +58,11 @@ class EngineMetrics:
             (name, text, "counter", [(f"{name}_total", self.labels, float(getattr(stats, field)))])
             for name, (text, field) in COUNTERS.items()
         ]
-        return gauges + counters
+        moves = [self._by_reason(STAYING, "gauge", staying), self._by_reason(PASSED, "counter", passed_over)]
+        return [*gauges, *counters, *moves]
+
+    def _by_reason(self, metric: tuple[str, str], kind: str, counts: Mapping[str, int]) -> Family:
+        name, text = metric
+        sample = f"{name}_total" if kind == "counter" else name
+        values = [(sample, {**self.labels, "reason": why}, float(n)) for why, n in sorted(counts.items())]
+        return name, text, kind, values

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -26,7 +26,8 @@ from engine.sampling.params import SamplingParams
 from engine.scheduler import QueueFull
 from engine.verification import sampled
 from llumnix.load import DRAINING, MIXED, PREFILL, READY, STARTING, SUMMARY_BYTES, Movable, summarise
-from llumnix.policies.choice import BALANCE, DRAIN, HANDOVER, listed
+from llumnix.policies.choice import BALANCE, DRAIN, HANDOVER, listed, passed_over
+from llumnix.policies.choice import PREFILL as PREFILLING
 from llumnix.policies.dispatch import CACHE_AWARE
 from llumnix.policies.scaling import average_share
 from llumnix.settings import DEFAULTS, LlumnixSettings
@@ -49,7 +50,7 @@ from serving.messages import (
 )
 from serving.messages import DRAINING as ERROR_DRAINING
 from serving.move_destination import MoveDestination
-from serving.move_source import MoveSource, movable
+from serving.move_source import MoveSource, in_prefill, movable
 from serving.nixl_transport import NixlTransport
 from serving.outbox import Outboxes
 from serving.process_memory import ProcessMemory
@@ -87,6 +88,7 @@ class EngineNode:
         self.settings = DEFAULTS
         self.settings_version = -1  # of the manager's settings; -1: not heard yet
         self.movable: tuple[Movable, ...] = ()
+        self.staying: Counter[str] = Counter()  # requests that would not move now, by reason
         self.prefix = ""
         self.thread = EngineThread(self._build, self._on_events, self._on_failure, self._on_look)
         self.copy: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
@@ -340,6 +342,8 @@ class EngineNode:
         candidates = movable(engine, all_of_them=self.state == DRAINING)
         cause = DRAIN if self.state == DRAINING else HANDOVER if self.role == PREFILL else BALANCE
         self.movable = listed(candidates, self.settings, engine.clock(), cause)
+        self.staying = passed_over(candidates, engine.scheduler.pool.total, self.settings, engine.clock(), cause)
+        self.staying[PREFILLING] += in_prefill(engine) if self.state != DRAINING else 0
         looks = self.settings.dispatch_policy in CACHE_AWARE
         self.prefix = summarise(engine.scheduler.pool.recent(SUMMARY_BYTES // 5)) if looks else ""
 
@@ -435,7 +439,8 @@ class EngineNode:
     def _report(self, sequence: int) -> tuple[dict[str, Any], list[Any]]:
         """The load report and the metrics that go to the manager."""
         report = load_report(self, sequence).to_message()
-        return {**report, "settings": self.settings_version}, self.metrics.families(self.thread.stats)
+        families = self.metrics.families(self.thread.stats, self.staying, self.giving.passed_over)
+        return {**report, "settings": self.settings_version}, families
 
     def _on_answer(self, answer: dict[str, Any]) -> None:
         """What the manager says to a report: this engine's role, and the settings when they are new."""

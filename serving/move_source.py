@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,7 @@ from llumnix.migration import (
     Reserve,
     Send,
 )
-from llumnix.policies.choice import DRAIN, choose
+from llumnix.policies.choice import DRAIN, PREFILL, choose, passed_over
 from llumnix.policies.mechanism import QUEUE, RECOMPUTE, Costs
 from llumnix.policies.mechanism import choose as choose_mechanism
 from llumnix.settings import LlumnixSettings
@@ -105,6 +106,8 @@ class MoveSource:
         self.moved = 0  # requests that are elsewhere now
         self.lost = 0  # let go of for a move that failed: their ingresses start them again
         self.apart: set[str] = set()  # engines that cannot read this one's memory
+        self.passed_over: Counter[str] = Counter()  # requests that were not considered when one was to move, by reason
+        self._choosing = 0  # places among `moves` that somebody is about to take
         self._attempts = count()
 
     def commits(self, request_id: str) -> bool:
@@ -125,15 +128,22 @@ class MoveSource:
         most = settings.max_moves_draining if draining else settings.max_moves_per_engine
         results: list[dict[str, Any]] = []
         started, room = clock.now(), command["max_blocks"]
-        while len(results) < command["count"] and (len(self.moves) < most or "request_id" in command):
+        while len(results) < command["count"] and (len(self.moves) + self._choosing < most or "request_id" in command):
             if results and clock.now() - started > BATCH_S:
                 break
-            candidates = await self.node.thread.call(partial(movable, self.node.engine, draining))
+            self._choosing += 1
+            try:
+                candidates, prefilling = await self.node.thread.call(partial(_look_over, self.node.engine, draining))
+            finally:
+                self._choosing -= 1
             if "request_id" in command:
                 chosen = next((c for c in candidates if c.id == command["request_id"]), None)
             else:
                 able = [c for c in candidates if c.id not in self.moves and (c.waiting or not command.get("waiting"))]
-                chosen = choose(able, room, settings, self.node.engine.clock(), cause)
+                now = self.node.engine.clock()
+                chosen = choose(able, room, settings, now, cause)
+                self.passed_over += passed_over(able, room, settings, now, cause)
+                self.passed_over[PREFILL] += prefilling
             if chosen is None:
                 break
             read = transfer.transport == NIXL or self._memory_for(destination, transfer) is not None
@@ -487,6 +497,16 @@ def movable(engine: Engine, all_of_them: bool = False) -> list[Movable]:
             )
         )
     return found
+
+
+def in_prefill(engine: Engine) -> int:
+    """Requests whose prompt is not computed yet."""
+    return sum(request.status is Status.RUNNING and request.pending > 1 for request in engine.scheduler.running)
+
+
+def _look_over(engine: Engine, all_of_them: bool) -> tuple[list[Movable], int]:
+    """What may move, and how many may not because of their prefill."""
+    return movable(engine, all_of_them), 0 if all_of_them else in_prefill(engine)
 
 
 def _progress_of(request: Request) -> Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from llumnix.load import Movable
@@ -14,6 +15,13 @@ PRIORITY = "priority"  # the high class wants headroom
 DRAIN = "drain"  # the engine goes away
 HANDOVER = "handover"  # prefilled here, decoded elsewhere
 OPERATOR = "operator"  # somebody asked for it
+
+# Why a request is passed over when one is to move
+PREFILL = "prefill"  # its prompt is not computed yet
+HIGH_CLASS = "high_class"
+COOLDOWN = "cooldown"  # it has just moved
+POLICY = "policy"  # request_policy, or the cause, is for queued or for running ones only
+TOO_LARGE = "too_large"  # for what the destination has to spare
 
 
 def choose(
@@ -29,18 +37,40 @@ def choose(
 
 
 def allowed(candidate: Movable, settings: LlumnixSettings, now: float, cause: str = BALANCE) -> bool:
-    """Whether a request may move for this cause.
+    """Whether a request may move for this cause."""
+    return why_not(candidate, settings, now, cause) is None
+
+
+def why_not(candidate: Movable, settings: LlumnixSettings, now: float, cause: str = BALANCE) -> str | None:
+    """Why a request may not move for this cause; None if it may.
 
     The high class moves only when it must, and so does a request that moved a moment ago.
     """
     if cause == DRAIN:
-        return True
+        return None
     if cause == HANDOVER:
-        return not candidate.waiting
-    if candidate.priority < 0 or now - candidate.last_moved < settings.move_cooldown_s:
-        return False
+        return POLICY if candidate.waiting else None
+    if candidate.priority < 0:
+        return HIGH_CLASS
+    if now - candidate.last_moved < settings.move_cooldown_s:
+        return COOLDOWN
     policy = settings.request_policy
-    return policy.startswith("FCW") if candidate.waiting else policy != "FCW"
+    able = policy.startswith("FCW") if candidate.waiting else policy != "FCW"
+    return None if able else POLICY
+
+
+def passed_over(
+    candidates: Iterable[Movable], max_blocks: int, settings: LlumnixSettings, now: float, cause: str = BALANCE
+) -> Counter[str]:
+    """How many requests `choose` does not consider, by reason."""
+    reasons = Counter[str]()
+    for candidate in candidates:
+        reason = why_not(candidate, settings, now, cause)
+        if reason is None and candidate.blocks > max_blocks:
+            reason = TOO_LARGE
+        if reason is not None:
+            reasons[reason] += 1
+    return reasons
 
 
 def listed(

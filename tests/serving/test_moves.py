@@ -15,6 +15,7 @@ from engine.step import StepPlan, StepResult
 from llumnix.load import DRAINING
 from llumnix.migration import Mechanism
 from llumnix.transfer import PROCESS_MEMORY
+from serving.metrics import render
 from serving.move_source import MoveOptions
 from serving.process_memory import ProcessMemory
 from serving.transport import encode
@@ -26,9 +27,9 @@ PARAMS = SamplingParams(max_tokens=180)  # longer than moves take on a busy mach
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
 
-def slow_engine() -> Engine:
+def slow_engine(num_blocks: int = 64) -> Engine:
     """Steps that take a while, as real ones do."""
-    engine = make_engine(num_blocks=64, max_model_len=256)
+    engine = make_engine(num_blocks=num_blocks, max_model_len=256)
     executor = engine.executor
     assert isinstance(executor, FakeExecutor)
     execute = executor.execute
@@ -190,6 +191,71 @@ async def test_a_write_to_a_promise_that_is_gone_makes_no_new_one() -> None:
         answer = await nodes["a"].write(writing(nodes, "a", 2, 2, 12))
         assert answer == {"ok": False, "reason": "nothing is reserved for k"}
         assert nodes["a"].engine.stats().free_blocks == 64
+
+
+async def crowd(nodes: Nodes, count: int) -> tuple[list[asyncio.Task[list[int]]], list[list[int]]]:
+    """Requests r0, r1, ... that decode at "a", and their prompts, of a block more each."""
+    prompts = [[1 + i] * (4 * i + 6) for i in range(count)]
+    nodes.client.dispatcher.choose = lambda *_: "a"  # type: ignore[method-assign]
+    tasks = [asyncio.create_task(nodes.generate(f"r{i}", p, PARAMS.to_dict())) for i, p in enumerate(prompts)]
+    async with asyncio.timeout(SOON):
+        while len(nodes["a"].engine.scheduler.running) < count:
+            await asyncio.sleep(STEP_S)
+    return tasks, prompts
+
+
+async def test_a_batch_is_no_larger_than_the_room_that_was_seen() -> None:
+    async with Nodes(lambda: slow_engine(192), "a", "b") as nodes:
+        tasks, prompts = await crowd(nodes, 5)
+        given = command(nodes, "a", "b", cause="drain", count=16, max_blocks=12)
+        del given["request_id"]  # whichever
+        results = await nodes["a"].giving.give(given)
+        assert {result["outcome"] for result in results} == {"moved"} and 1 < len(results) < 5
+        used = await nodes["b"].thread.call(lambda: sum(len(r.blocks) for r in nodes["b"].engine.scheduler.running))
+        assert used <= 12 + 2 * len(results), "each may have begun another block or two"
+        assert all(0 <= result["ended_s_ago"] < SOON for result in results)
+        assert results[0]["ended_s_ago"] > results[-1]["ended_s_ago"]
+        assert [await task for task in tasks] == [continuation(prompt, PARAMS)[0] for prompt in prompts]
+
+
+async def test_who_is_passed_over_is_in_the_metrics() -> None:
+    async with Nodes(lambda: slow_engine(192), "a", "b") as nodes:
+        tasks, _ = await crowd(nodes, 4)
+        given = command(nodes, "a", "b", cause="balance", max_blocks=0)
+        del given["request_id"]
+        assert await nodes["a"].giving.give(given) == []
+        text = render([nodes["a"]._report(1)[1]]).decode().splitlines()
+        assert 'ferry_move_passed_over_total{reason="too_large",replica="a"} 4.0' in text
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        nodes["a"].thread.stop()
+        await asyncio.to_thread(nodes["a"].thread.join, SOON)
+        engine = nodes["a"].engine
+        engine.add_request("long", [1] * 200, PARAMS)
+        engine.step()  # one part of the prompt
+        engine.add_request("vip", [1], PARAMS, priority=-1)
+        nodes["a"]._on_look(engine)
+        assert nodes["a"].staying == {"prefill": 1, "high_class": 1}
+
+
+async def test_commands_at_a_time_do_not_pass_the_limit_together() -> None:
+    async with Nodes(lambda: slow_engine(192), "a", "b", "c") as nodes:
+        tasks, prompts = await crowd(nodes, 5)
+        given = command(nodes, "a", "b", cause="handover", count=2, settings={"max_moves_per_engine": 2})
+        del given["request_id"]
+        most = 0
+        reserve = nodes["b"].taking.reserve
+
+        async def watched(message: dict[str, Any]) -> dict[str, Any]:
+            nonlocal most
+            most = max(most, len(nodes["a"].giving.moves))
+            return await reserve(message)
+
+        nodes["b"].taking.reserve = watched  # type: ignore[method-assign]
+        results = await asyncio.gather(*(nodes["a"].giving.give(given) for _ in range(5)))
+        assert most == 2 and sum(len(result) for result in results) >= 2
+        assert [await task for task in tasks] == [continuation(prompt, PARAMS)[0] for prompt in prompts]
 
 
 async def test_blocks_that_could_not_be_written_do_not_count_as_written() -> None:

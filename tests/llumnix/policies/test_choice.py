@@ -9,7 +9,21 @@ from dataclasses import replace
 import pytest
 
 from llumnix.load import Movable
-from llumnix.policies.choice import BALANCE, DRAIN, HANDOVER, PRIORITY, ROOM, allowed, choose, listed
+from llumnix.policies.choice import (
+    BALANCE,
+    COOLDOWN,
+    DRAIN,
+    HANDOVER,
+    HIGH_CLASS,
+    POLICY,
+    PRIORITY,
+    ROOM,
+    TOO_LARGE,
+    allowed,
+    choose,
+    listed,
+    passed_over,
+)
 from llumnix.settings import DEFAULTS, REQUEST_POLICIES, LlumnixSettings
 from tests.llumnix.reports import movable
 
@@ -134,3 +148,24 @@ def test_an_engine_that_hands_over_hides_nobody() -> None:
     found = listed([*queue, high, fresh], DEFAULTS, 100.0, HANDOVER)
     assert [m.id for m in found[:2]] == ["fresh", "high"] and len(found) == DEFAULTS.movable_reported
     assert all(m.waiting for m in listed([*queue, high, fresh], DEFAULTS, 100.0))
+
+
+def test_who_is_passed_over_is_counted_by_the_reason() -> None:
+    candidates = [
+        movable("vip", priority=-1),
+        movable("fresh", last_moved=99.0),
+        movable("queued", waiting=True),
+        movable("big", blocks=11),
+        movable("fits", blocks=10),
+    ]
+    running = LlumnixSettings(request_policy="SR")
+    expected = {HIGH_CLASS: 1, COOLDOWN: 1, POLICY: 1, TOO_LARGE: 1}
+    assert passed_over(candidates, 10, running, 100.0) == expected
+    assert passed_over(candidates, 10, running, 100.0, HANDOVER) == {POLICY: 1, TOO_LARGE: 1}
+    assert passed_over(candidates, 10, running, 100.0, DRAIN) == {TOO_LARGE: 1}
+    for cause in (BALANCE, HANDOVER, DRAIN):
+        left = len(candidates) - passed_over(candidates, 10, running, 100.0, cause).total()
+        found = set()
+        while (one := choose([c for c in candidates if c.id not in found], 10, running, 100.0, cause)) is not None:
+            found.add(one.id)
+        assert len(found) == left
