@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,8 +138,8 @@ class LlumnixSettings:
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> LlumnixSettings:
-        """Settings another process checked; keys of newer versions are ignored."""
-        return cls(**{key: value for key, value in message.items() if key in options()})
+        """Settings another process checked, see `tolerant`."""
+        return tolerant(cls, message)
 
     def to_message(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -167,6 +168,8 @@ def parse_ratio(text: str) -> tuple[int, int] | None:
 
 T = TypeVar("T")
 
+logger = logging.getLogger("ferry.settings")
+_warned: set[str] = set()
 
 _declared: dict[Any, dict[str, Option]] = {}
 
@@ -199,6 +202,30 @@ def strict(kind: type[T], values: Any, where: str) -> T:
             near = difflib.get_close_matches(str(key), declared(kind), 1, 0.0)
             raise ConfigError(f"{where} has no setting {key!r}, the nearest is {near[0]}")
     return kind(**values)
+
+
+def tolerant(kind: type[T], message: Mapping[str, Any]) -> T:
+    """An object made of `setting`s that another process checked, perhaps of a newer version. Keys unknown here are
+    ignored, values unknown here give way to the default, with a warning once: a process that stopped taking commands
+    because of one of them could not even drain."""
+    values = {}
+    for name, option in declared(kind).items():
+        if name in message:
+            try:
+                values[name] = option.coerce(message[name], name)
+            except ConfigError as error:
+                _warn(f"a setting of another version gives way to its default: {error}")
+    try:
+        return kind(**values)
+    except ConfigError as error:  # they do not go together here
+        _warn(f"settings of another version give way to the defaults: {error}")
+        return kind()
+
+
+def _warn(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        logger.warning("%s", text)
 
 
 DEFAULTS = LlumnixSettings()

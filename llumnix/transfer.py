@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.options.option import ConfigError
-from llumnix.settings import coerce, declared, setting, strict
+from llumnix.settings import coerce, setting, strict, tolerant
 
 ASYNC, SYNC = "async", "sync"
 NONE, ZLIB = "none", "zlib"
@@ -52,8 +52,8 @@ class KVTransfer:
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> KVTransfer:
-        """Values another process checked; keys of newer versions are ignored."""
-        return cls(**{key: value for key, value in message.items() if key in declared(cls)})
+        """Values another process checked, see `llumnix.settings.tolerant`."""
+        return tolerant(cls, message)
 
     def to_message(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

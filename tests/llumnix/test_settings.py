@@ -8,6 +8,7 @@ import pytest
 
 from engine.options.option import ConfigError
 from llumnix.settings import DEFAULTS, LlumnixSettings, options, parse_ratio
+from llumnix.transfer import KVTransfer
 
 
 def message(values: Any) -> str:
@@ -56,6 +57,7 @@ def test_an_unknown_key_names_the_nearest(key: Any, near: str) -> None:
         ({"request_policy": "XR"}, ("request_policy is 'XR'", "FCWSR")),
         ({"pd_ratio": "1:0"}, ("pd_ratio is '1:0'", "1:3")),
         ({"migrate_out_share": 0.5}, ("migrate_in_share is", "migrate_out_share (0.5)")),
+        ({"pd_ratio": "1:3", "enable_moves": False}, ("pd_ratio is '1:3'", "must be none", "enable_moves")),
         ({"scale_high_share": 0.001}, ("scale_high_share is 0.001", "scale_low_share")),
     ],
 )
@@ -69,6 +71,22 @@ def test_a_wrong_value_is_one_line_with_the_value_and_what_would_be_right(
 @pytest.mark.parametrize("values", [None, [], "a: 1", 3])
 def test_a_file_that_is_no_mapping_is_refused(values: Any) -> None:
     assert "must be a mapping" in message(values)
+
+
+def test_values_of_a_newer_version_give_way_to_the_default_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    newer = {"dispatch_policy": "clairvoyant", "request_policy": 7, "max_moves": 9, "unheard_of": 1}
+    for _ in range(3):
+        assert LlumnixSettings.of_message(newer) == LlumnixSettings(max_moves=9)
+    assert [record.getMessage().count("clairvoyant") for record in caplog.records] == [1, 0]
+    together = {"max_moves": 9, "migrate_in_share": 0.0}
+    assert LlumnixSettings.of_message(together) == DEFAULTS
+    transfer = {"transport": "pigeon", "compression": "zlib", "batch_size": 4}
+    assert KVTransfer.of_message(transfer) == KVTransfer(compression="zlib", batch_size=4)
+
+
+def test_what_one_process_says_of_its_settings_another_understands() -> None:
+    made = LlumnixSettings(dispatch_policy="lmetric", pd_ratio="2:3", verify_moves=0.5)
+    assert LlumnixSettings.of_message(made.to_message()) == made
 
 
 def test_construction_checks_too() -> None:

@@ -199,6 +199,23 @@ async def test_a_role_that_was_given_stays_though_the_engine_has_not_heard_of_it
         assert served.roles == {"a": DECODE, "b": PREFILL}
 
 
+async def test_roles_end_with_moves_and_one_without_the_other_is_refused() -> None:
+    served = PLAIN()
+    served.reconfigure({"llumnix": {"pd_ratio": "1:1"}})
+    for sequence in (1, 2):
+        for name in "ab":
+            await served.report(in_role(name, sequence, MIXED))
+            served.settled_at = 0.0
+        served._assign_roles()
+    assert sorted(served.roles.values()) == [DECODE, PREFILL]
+    served.reconfigure({"llumnix": {"pd_ratio": "1:1", "enable_moves": False}})
+    assert "pd_ratio is '1:1'" in served.settings_error and served.rescheduler.settings.enable_moves
+    served.reconfigure({"llumnix": {"enable_moves": False}})
+    served._assign_roles()
+    assert not served.settings_error and served.roles == {"a": MIXED, "b": MIXED}
+    assert (await served.report(in_role("b", 3, PREFILL)))["role"] == MIXED
+
+
 # What operators see
 
 

@@ -59,6 +59,7 @@ WRONG = [
     ({"llumnix_config": {"max_move": 3}}, "llumnix_config has no setting 'max_move', the nearest is max_moves"),
     ({"llumnix_config": {"max_moves": 0}}, "--llumnix_config.max_moves is 0, must be at least 1 and at most 65536"),
     ({"llumnix_config": {"max_moves": None}}, "--llumnix_config.max_moves is None, must be an integer"),
+    ({"llumnix_config": {"pd_ratio": "1:3"}}, "pd_ratio is '1:3', must be none while requests do not move"),
     ({"llumnix_config": [1]}, "--llumnix_config is [1], must be the path of a file, or a mapping"),
     ({"llumnix_config": "gone.yaml"}, "--llumnix_config gone.yaml: No such file or directory"),
     (
