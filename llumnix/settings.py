@@ -127,8 +127,8 @@ class LlumnixSettings:
             )
         if parse_ratio(self.pd_ratio) is not None and not self.enable_moves:
             raise ConfigError(
-                f"--llumnix_config.pd_ratio is {self.pd_ratio!r}, which needs requests to move: enable_llumnix and "
-                "enable_moves must be true"
+                f"--llumnix_config.pd_ratio is {self.pd_ratio!r}, must be none while requests do not move "
+                "(enable_llumnix, llumnix_config.enable_moves)"
             )
 
     @classmethod

@@ -115,7 +115,7 @@ def test_moves_are_off_until_the_first_settings_come() -> None:
         ({"llumnix": {"max_move": 3}}, "no setting 'max_move'"),
         ({"llumnix": {"max_moves": 10**400}}, "max_moves is 1000"),
         ({"llumnix": {"pd_ratio": "1" * 5000 + ":1"}}, "pd_ratio is '1111"),
-        ({"llumnix": {"pd_ratio": "1:1", "enable_moves": False}}, "which needs requests to move"),
+        ({"llumnix": {"pd_ratio": "1:1", "enable_moves": False}}, "must be none while requests do not move"),
         ({"llumnix": []}, "must be a mapping"),
         ({"kv_transfer": 0}, "must be a mapping"),
         ([], "must be a mapping"),
