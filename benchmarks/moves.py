@@ -1,7 +1,7 @@
 """What a move costs: the silence its client sees, by context length and mechanism, and what the neighbours feel.
 
     python -m benchmarks.moves [--lengths 256 512 1024 2048 4096 8192] [--moves 20] [--mechanisms live ...]
-                               [--neighbours 9] [--json FILE]
+                               [--neighbours 9] [--json FILE] [--figure PNG]
 
 Two engine replicas of one thread each on a real local Ray, with the demo model; requests stream over HTTP and are moved
 to and fro by the manager. Downtime is the time between the two tokens around a move as the HTTP client sees it, in
@@ -33,6 +33,8 @@ import ray
 from ray import serve
 
 from benchmarks.machine import describe
+from benchmarks.moves_plot import downtime_figure
+from llumnix.simulator.plot import need
 from serving.app import APP_NAME, build
 from serving.config import AppArgs
 
@@ -297,12 +299,18 @@ def main() -> None:
     parser.add_argument("--mechanisms", nargs="+", default=["live", "stop_and_copy", "recompute"])
     parser.add_argument("--neighbours", type=int, default=9, help="alternating pairs; 0: none")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--figure", type=Path, help="PNG of the downtime by context length (needs matplotlib)")
     options = parser.parse_args()
+    if options.figure:
+        need()
+        options.figure.parent.mkdir(parents=True, exist_ok=True)
     print(describe())
     with cluster() as ferry:
         report = asyncio.run(run(ferry, options))
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
+    if options.figure:
+        downtime_figure(report["downtimes"], options.figure)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from llumnix.simulator.table import Row
 
 def need() -> None:
     """Raise ConfigError, naming the extra, if matplotlib is not there."""
-    _pyplot()
+    pyplot()
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
@@ -38,10 +38,10 @@ PANELS = (
 
 def by_rate(table: Sequence[Row], path: Path, along: str = "rate") -> None:
     """Latencies along the rate (or "cv"): a row of panels for each trace, a line for each policy."""
-    pyplot = _pyplot()
+    plots = pyplot()
     traces = list(dict.fromkeys(row["trace"] for row in table))
     size = (3.2 * len(PANELS), 2.4 * len(traces))
-    figure, axes = pyplot.subplots(len(traces), len(PANELS), figsize=size, squeeze=False)
+    figure, axes = plots.subplots(len(traces), len(PANELS), figsize=size, squeeze=False)
     for trace, line in zip(traces, axes):
         here = [row for row in table if row["trace"] == trace]
         for axis, (column, title) in zip(line, PANELS):
@@ -54,19 +54,19 @@ def by_rate(table: Sequence[Row], path: Path, along: str = "rate") -> None:
             axis.set_ylim(bottom=0)
             axis.set_xlabel("requests/s" if along == "rate" else along, fontsize=7)
     axes[0][0].legend(fontsize=6)
-    _save(pyplot, figure, path)
+    _save(plots, figure, path)
 
 
 def over_time(done: Sequence[Done], path: Path) -> None:
     """Fragmentation, preemptions, queue and replicas over time, a line for each run."""
-    pyplot = _pyplot()
+    plots = pyplot()
     panels = (
         ("fragmented_share", "fragmented share"),
         ("preemptions", "preemptions so far"),
         ("waiting", "queued requests"),
         ("replicas", "replicas"),
     )
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(3.6 * len(panels), 2.8))
+    figure, axes = plots.subplots(1, len(panels), figsize=(3.6 * len(panels), 2.8))
     for axis, (column, title) in zip(axes, panels):
         for one in done:
             samples = one.result.samples
@@ -76,24 +76,24 @@ def over_time(done: Sequence[Done], path: Path) -> None:
         axis.set_xlabel("seconds", fontsize=7)
         axis.tick_params(labelsize=7)
     axes[0].legend(fontsize=6)
-    _save(pyplot, figure, path)
+    _save(plots, figure, path)
 
 
 def trade(table: Sequence[Row], path: Path) -> None:
     """Replicas against the P99 of the first token: a line for each policy."""
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(4.5, 3.2))
+    plots = pyplot()
+    figure, axis = plots.subplots(figsize=(4.5, 3.2))
     for name in dict.fromkeys(row["policy"] for row in table):
         points = sorted((row["replicas"], row["prefill_p99_s"]) for row in table if row["policy"] == name)
         axis.plot(*zip(*points), marker="o", markersize=3, label=name)
     axis.set_xlabel("replicas, mean over time")
     axis.set_ylabel("first token, P99 (s)")
     axis.legend(fontsize=7)
-    _save(pyplot, figure, path)
+    _save(plots, figure, path)
 
 
-def _save(pyplot: Any, figure: Any, path: Path) -> None:
+def _save(plots: Any, figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    plots.close(figure)
