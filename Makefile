@@ -49,7 +49,7 @@ bench: install-test
 	$(BIN)/python -m benchmarks.run
 
 # The downtime of live moves by context length, then the paper's policy experiments in the simulator: under half an hour
-# on two cores; with five seeds, as in docs/llumnix.md, longer
+# on two cores that have nothing else to do
 bench-llumnix: install-test
 	$(BIN)/python -m benchmarks.moves --lengths 256 1024 4096 --moves 5 --neighbours 0 \
 	  --json build/llumnix/downtime.json --figure build/llumnix/downtime.png
