@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -33,7 +34,9 @@ class Command:
         env |= {"RAY_TMPDIR": self.folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         command = [str(BIN / argv[0]), *(word.format(port=self.port) for word in argv[1:])]
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+            # A shell's background jobs ignore SIGINT, and so would what they start.
+            heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, preexec_fn=heed)
 
     @property
     def url(self) -> str:
