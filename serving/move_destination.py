@@ -174,8 +174,9 @@ class MoveDestination:
 
     def _announce(self, record: dict[str, Any], epoch: list[int], history: list[dict[str, Any]]) -> None:
         """The request is here: repeat what its ingress had not acknowledged at the source, as this engine's own."""
+        if not self.node.outboxes.opened(record["client"], record["id"], epoch, clock.now()):
+            return  # its ingress was faster: it has started the request again, here
         self.adopted += 1
-        self.node.outboxes.opened(record["client"], record["id"], epoch, clock.now())
         self.node.outboxes.push(record["client"], [{**output, "epoch": epoch} for output in history], clock.now())
         self.node.wake(record["client"])
 

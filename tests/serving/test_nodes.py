@@ -57,5 +57,7 @@ def test_an_engine_shares_its_node_with_those_that_fit(
     assert nodes.share_here(config(num_replicas=replicas), each) == share
 
 
-def test_without_ray_there_are_no_nodes() -> None:
+def test_without_ray_there_are_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)  # other tests may have left one running
+    monkeypatch.setattr(nodes.ray, "nodes", lambda: pytest.fail("Ray was asked"))
     assert nodes.cpus_of_nodes() == {}

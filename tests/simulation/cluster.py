@@ -341,7 +341,8 @@ class Cluster:
             request = adopt(record, *arguments)
             self.note(name, "adopts", request.id, request.epoch)
             self.owns(name, request, new)
-            self.later(0.0001, partial(self._check_history, name, request, len(record["output"])))
+            if request.epoch == arguments[0]:  # else it is here with a newer life, and stays as it is
+                self.later(0.0001, partial(self._check_history, name, request, len(record["output"])))
             return request
 
         def holding(request_id: str) -> Any:
