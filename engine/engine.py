@@ -39,7 +39,7 @@ class EngineStats:
     held: int
     reserved_blocks: int
     waiting_blocks: int  # blocks all queued requests would need
-    head_blocks: int  # blocks the head of the queue would need
+    head_blocks: int  # blocks the head of the queue would need; one that is about to move is not the head
     high_running: int  # of `running`, those with a priority below 0: the high class
     high_waiting: int
     high_blocks: int  # held by the running ones of the high class
@@ -195,7 +195,7 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.scheduler.pool
         prefill = scheduler.prefill_seconds_per_token
-        waiting = scheduler.waiting
+        waiting, head = scheduler.waiting, scheduler.head
         high = [r for r in scheduler.running if r.high]
         high_waiting = [r for r in waiting if r.high]
         partial = sum(r.pending for r in scheduler.running if r.pending > 1)
@@ -209,7 +209,7 @@ class Engine:
             held=sum(r.status is Status.HELD for r in scheduler.running),
             reserved_blocks=scheduler.reservations.num_blocks,
             waiting_blocks=sum(pool.blocks_for(len(r.tokens)) for r in waiting),
-            head_blocks=pool.blocks_for(len(waiting[0].tokens)) if waiting else 0,
+            head_blocks=pool.blocks_for(len(head.tokens)) if head is not None else 0,
             high_running=len(high),
             high_waiting=len(high_waiting),
             high_blocks=sum(len(r.blocks) for r in high),

@@ -122,7 +122,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Steps are needed: something can run, waits for room, or is reserved and may expire."""
         return bool(
-            self._head is not None or self.reservations or any(r.status is Status.RUNNING for r in self.running)
+            self.head is not None or self.reservations or any(r.status is Status.RUNNING for r in self.running)
         )
 
     @property
@@ -289,7 +289,7 @@ class Scheduler:
         return max(0, self.config.max_num_seqs - len(self.running) - len(self.reservations))
 
     @property
-    def _head(self) -> Request | None:
+    def head(self) -> Request | None:
         """The first request in the queue that is not about to move."""
         return next((request for request in self.waiting if request.status is Status.WAITING), None)
 
@@ -305,7 +305,7 @@ class Scheduler:
     def _admit(self, budget: int, now: float, starts: list[SequenceStart], work: list[Work]) -> None:
         """Move waiting requests to running while budget, seats and blocks last; strictly in order."""
         size = self.pool.block_size
-        while budget > 0 and self.seats and (request := self._head) is not None and self._prompt_due(now):
+        while budget > 0 and self.seats and (request := self.head) is not None and self._prompt_due(now):
             # The newest position is always computed: its logits are what the step is for.
             hashes = self._hashes(request)[: (len(request.tokens) - 1) // size]
             found = self.pool.find(hashes, request.tokens)

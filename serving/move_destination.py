@@ -1,6 +1,7 @@
 """The receiving end of moves at one engine: promises room, takes KV in, owns the request.
 
-Replies are dicts: {"ok": True, ...} or {"ok": False, "reason": str}; a refusal never changes anything here.
+Replies are dicts: {"ok": True, ...} or {"ok": False, "reason": str}; a refused RESERVE changes nothing here, a
+refused WRITE may have made the promise longer, and a refused COMMIT ends it.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from llumnix.policies.mechanism import choose as choose_mechanism
 from llumnix.settings import LlumnixSettings
 from llumnix.transfer import AUTO, BATCH_BYTES, NIXL, NONE, OBJECT_STORE, SYNC, KVTransfer
 from serving import clock
+from serving.measured import Measured
 from serving.messages import MOVE_FAILED, error_output, moved_output
 from serving.transport import Payload, encode, encode_views, num_bytes
 
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ferry.moves")
 
 OF_THE_REQUEST = ("gone", "preempted", "superseded", "started")  # reasons that say nothing about the destination
-FADE = 0.2  # what one more measurement takes away from the weight of earlier ones
 KEEP_S = 1.0  # between signs of life to a destination while nothing is sent
 BATCH_S = 5.0  # moves of one command are told of when the command is over
 EMPTY = np.empty((0, 0), dtype=np.uint8)
@@ -99,10 +99,8 @@ class MoveSource:
     def __init__(self, node: EngineNode):
         self.node = node
         self.moves: dict[str, Move] = {}  # by request
-        self.bytes_per_s = 0.0  # of transfers, the last ones most
-        self.call_s = 0.0  # of calls without blocks, likewise
+        self.measured = Measured()
         self._paid_until = 0.0  # when what was sent keeps to bandwidth_mb_per_s
-        self._recent = (0.0, 0.0)  # bytes and seconds of transfers, fading
         self.moved = 0  # requests that are elsewhere now
         self.lost = 0  # let go of for a move that failed: their ingresses start them again
         self.apart: set[str] = set()  # engines that cannot read this one's memory
@@ -190,8 +188,8 @@ class MoveSource:
         costs = Costs(
             self.node.block_bytes,
             self.node.engine.scheduler.pool.block_size,
-            self.bytes_per_s,
-            self.call_s,
+            self.measured.bytes_per_s,
+            self.measured.call_s,
             command.get("prefill_tokens_per_s", 0.0),
             stats.step_seconds if stats is not None else 0.0,
         )
@@ -250,8 +248,7 @@ class MoveSource:
                 asked = clock.now()
                 reply = await self._ask(move, move.actor.reserve.remote, message)
                 if "silent" not in reply:
-                    took = clock.now() - asked
-                    self.call_s = (1 - FADE) * self.call_s + FADE * took if self.call_s else took
+                    self.measured.called(clock.now() - asked)
                 if not reply["ok"]:
                     return _failed(machine, reply)
                 return machine.reserved(reply["present"], await self._look(move))
@@ -320,9 +317,9 @@ class MoveSource:
         if reply["ok"]:
             sent = num_bytes(payload)
             move.bytes_sent += sent
-            self._recent = (1 - FADE) * self._recent[0] + sent, (1 - FADE) * self._recent[1] + max(seconds, 1e-6)
-            self.bytes_per_s = self._recent[0] / self._recent[1]
-            await self._pause(move, sent, num_blocks)
+            self.measured.transferred(sent, max(seconds, 1e-6))
+            if move.options.bytes_per_s > 0:
+                await asyncio.sleep(max(0.0, sent / move.options.bytes_per_s - seconds))
         return reply
 
     async def _pause(self, move: Move, sent: int, num_blocks: int) -> None:

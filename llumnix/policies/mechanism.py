@@ -14,7 +14,7 @@ QUEUE = "queue"  # it waits here and will wait there: only its record moves
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured at the source and the destination; moving averages."""
+    """Measured at the source and the destination; moving averages (of bytes_per_s weighted by bytes)."""
 
     block_bytes: int
     block_size: int

@@ -604,6 +604,20 @@ def test_a_held_request_is_not_scheduled_until_unhold() -> None:
     assert len(run(engine)) == 3
 
 
+def test_a_held_queued_request_is_not_the_head_of_the_queue() -> None:
+    engine = make_engine(num_blocks=4, max_num_seqs=1)
+    for name, length in (("a", 4), ("b", 12), ("c", 5)):
+        add(engine, name, length)
+        engine.step()
+    assert engine.stats().head_blocks == 3
+    engine.hold("b")
+    assert engine.stats().head_blocks == 2
+    engine.hold("c")
+    assert engine.stats().head_blocks == 0
+    engine.unhold("b")
+    assert engine.stats().head_blocks == 3
+
+
 def test_a_held_queued_request_is_not_admitted_until_unhold() -> None:
     engine = make_engine(max_queue_time_s=5.0)
     with pytest.raises(Refused):

@@ -218,6 +218,22 @@ async def test_a_batch_is_no_larger_than_the_room_that_was_seen() -> None:
         assert [await task for task in tasks] == [continuation(prompt, PARAMS)[0] for prompt in prompts]
 
 
+async def test_a_call_that_timed_out_says_nothing_of_how_long_calls_take() -> None:
+    async with Nodes(slow_engine, "a", "b") as nodes:
+        request = asyncio.create_task(nodes.generate("r", PROMPT, PARAMS.to_dict()))
+        source = await nodes.owner("r")
+        destination = {"a": "b", "b": "a"}[source]
+        reserve = nodes[destination].taking.reserve
+        nodes[destination].taking.reserve = pausing(reserve, 0.4)  # type: ignore[method-assign]
+        result = await move(nodes, "r", destination, MoveOptions(transfer_timeout_s=0.2))
+        measured = nodes[source].giving.measured
+        assert result["outcome"] == "aborted" and measured.call_s == 0.0
+        nodes[destination].taking.reserve = reserve  # type: ignore[method-assign]
+        assert (await move(nodes, "r", destination, MoveOptions()))["outcome"] == "moved"
+        assert 0.0 < measured.call_s < 0.2
+        await request
+
+
 async def test_who_is_passed_over_is_in_the_metrics() -> None:
     async with Nodes(lambda: slow_engine(192), "a", "b") as nodes:
         tasks, _ = await crowd(nodes, 4)
