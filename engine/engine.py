@@ -41,9 +41,6 @@ class EngineStats:
     waiting_blocks: int  # blocks all queued requests would need
     head_blocks: int  # blocks the head of the queue would need; one that is about to move is not the head
     high_running: int  # of `running`, those with a priority below 0: the high class
-    high_waiting: int
-    high_blocks: int  # held by the running ones of the high class
-    high_waiting_blocks: int  # what the queued ones of the high class would need
     reservations_expired: int
     queued_prefill_tokens: int  # positions still to be prefilled, running and waiting
     steps: int
@@ -121,7 +118,8 @@ class Engine:
         return request
 
     def abort(self, request_id: str, epoch: Epoch | None = None) -> bool:
-        """End a request without an event and free its blocks; with an epoch, only one no newer than that."""
+        """End a request without an event, or let go of one that another engine owns now; its full blocks stay as prefix
+        cache. With an epoch, only one no newer than that."""
         request = self.scheduler.requests.get(request_id)
         if request is None or (epoch is not None and request.epoch > epoch):
             return False
@@ -196,8 +194,6 @@ class Engine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         prefill = scheduler.prefill_seconds_per_token
         waiting, head = scheduler.waiting, scheduler.head
-        high = [r for r in scheduler.running if r.high]
-        high_waiting = [r for r in waiting if r.high]
         partial = sum(r.pending for r in scheduler.running if r.pending > 1)
         return EngineStats(
             total_blocks=pool.total,
@@ -210,10 +206,7 @@ class Engine:
             reserved_blocks=scheduler.reservations.num_blocks,
             waiting_blocks=sum(pool.blocks_for(len(r.tokens)) for r in waiting),
             head_blocks=pool.blocks_for(len(head.tokens)) if head is not None else 0,
-            high_running=len(high),
-            high_waiting=len(high_waiting),
-            high_blocks=sum(len(r.blocks) for r in high),
-            high_waiting_blocks=sum(pool.blocks_for(len(r.tokens)) for r in high_waiting),
+            high_running=sum(r.high for r in scheduler.running),
             reservations_expired=scheduler.reservations.expired,
             queued_prefill_tokens=partial + sum(len(r.tokens) for r in waiting),
             steps=self.steps,

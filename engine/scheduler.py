@@ -121,9 +121,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Steps are needed: something can run, waits for room, or is reserved and may expire."""
-        return bool(
-            self.head is not None or self.reservations or any(r.status is Status.RUNNING for r in self.running)
-        )
+        return bool(self.head is not None or self.reservations or any(r.status is Status.RUNNING for r in self.running))
 
     @property
     def idle(self) -> bool:

@@ -73,10 +73,6 @@ class LoadReport:
     head_blocks: int = 0  # demand of the head of the queue
     seats: int = 1 << 30  # sequences that may still join the batch
     high_running: int = 0  # of `running`, the high class
-    high_waiting: int = 0
-    high_blocks: int = 0  # held by the running ones of the high class
-    high_waiting_blocks: int = 0
-    moving: int = 0  # moves under way, in and out
     movable: tuple[Movable, ...] = ()  # the cheapest ones; empty: none, or the engine does not say
     queued_prefill_tokens: int = 0
     prefill_tokens_per_s: float = 0.0
@@ -148,16 +144,6 @@ def freeness(report: LoadReport, settings: LlumnixSettings = DEFAULTS, headroom:
     """
     virtual = report.head_blocks + (headroom_blocks(report, settings) if headroom else 0)
     return steps_left(report.free_blocks - virtual, report.running, report.block_size, report.capacity)
-
-
-def dispatch_freeness(report: LoadReport, booked_blocks: int = 0, booked: int = 0) -> float:
-    """F for choosing where a new request goes: it would queue behind everything that waits or is on its way."""
-    return steps_left(
-        report.free_blocks - report.waiting_blocks - booked_blocks,
-        report.running + report.waiting + booked,
-        report.block_size,
-        report.capacity,
-    )
 
 
 def steps_left(blocks: int, batch: int, block_size: int, capacity: int) -> float:

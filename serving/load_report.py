@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from serving.engine_node import EngineNode
 
 OF_STATS = (
-    *("total_blocks", "free_blocks", "cached_blocks", "running", "waiting", "waiting_blocks", "head_blocks", "seats"),
-    *("high_running", "high_waiting", "high_blocks", "high_waiting_blocks", "reserved_blocks"),
+    *("total_blocks", "free_blocks", "cached_blocks", "waiting_blocks", "head_blocks"),
+    *("running", "waiting", "seats"),
+    *("high_running", "reserved_blocks"),
     *("queued_prefill_tokens", "prefill_tokens_per_s", "step_seconds"),
 )
 
@@ -30,7 +31,6 @@ def load_report(node: EngineNode, sequence: int) -> LoadReport:
         max_model_len=node.max_model_len,
         block_size=node.config.block_size,
         role=node.role,
-        moving=len(node.giving.moves) + (stats.reserved_blocks > 0 if stats is not None else 0),
         movable=node.movable,
         prefix=node.prefix,
         **({name: getattr(stats, name) for name in OF_STATS} if stats is not None else {}),

@@ -19,8 +19,8 @@ class Measured:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes by the seconds they took, so that a transfer weighs as much as it carries: the one block at the end of a
-        move does not make the way look slow. 0: not known yet."""
+        """Bytes by the seconds they took, so that a transfer weighs as much as it carries: the one block at the end of
+        a move does not make the way look slow. 0: not known yet."""
         return self._bytes / self._seconds if self._seconds > 0 else 0.0
 
     def transferred(self, size: int, seconds: float) -> None:

@@ -193,7 +193,7 @@ class MoveSource:
             command.get("prefill_tokens_per_s", 0.0),
             stats.step_seconds if stats is not None else 0.0,
         )
-        chosen = choose_mechanism(request, 0, costs, settings)
+        chosen = choose_mechanism(request, costs, settings)
         copy = Mechanism.STOP_AND_COPY if transfer.transfer_mode == SYNC else Mechanism.LIVE
         return {QUEUE: Mechanism.REQUEUE, RECOMPUTE: Mechanism.RECOMPUTE}.get(chosen, copy)
 
@@ -217,7 +217,7 @@ class MoveSource:
         key = f"{self.node.id}/{next(self._attempts)}"
         move = Move(request_id, destination, actor, options, key, Outgoing(limits, options.mechanism, queued))
         self.moves[request_id] = move
-        effect: Effect = End(Outcome.UNCONFIRMED, "the source was interrupted")
+        effect: Effect
         try:
             effect = move.machine.start(await self._look(move))
             while not isinstance(effect, End):
@@ -318,8 +318,7 @@ class MoveSource:
             sent = num_bytes(payload)
             move.bytes_sent += sent
             self.measured.transferred(sent, max(seconds, 1e-6))
-            if move.options.bytes_per_s > 0:
-                await asyncio.sleep(max(0.0, sent / move.options.bytes_per_s - seconds))
+            await self._pause(move, sent, num_blocks)
         return reply
 
     async def _pause(self, move: Move, sent: int, num_blocks: int) -> None:

@@ -24,8 +24,8 @@ class Costs:
     step_s: float  # decode step at the source
 
 
-def choose(request: Movable, cached_blocks: int, costs: Costs, settings: LlumnixSettings = DEFAULTS) -> str:
-    """The mechanism for a request of which `cached_blocks` are at the destination already.
+def choose(request: Movable, costs: Costs, settings: LlumnixSettings = DEFAULTS) -> str:
+    """The mechanism for a request.
 
     Recomputing is silence from beginning to end, a copy only in its last stage. So it is chosen only if it ends before
     the last stage would, or if it is the cheaper of the two and the silence stays below one decode step.
@@ -34,20 +34,20 @@ def choose(request: Movable, cached_blocks: int, costs: Costs, settings: Llumnix
         return QUEUE
     if costs.prefill_tokens_per_s <= 0:
         return COPY
-    recompute = recompute_s(request, cached_blocks, costs)
+    recompute = recompute_s(request, costs)
     if recompute <= silence_s(costs, settings):
         return RECOMPUTE
-    return RECOMPUTE if recompute < min(costs.step_s, copy_s(request, cached_blocks, costs, settings)) else COPY
+    return RECOMPUTE if recompute < min(costs.step_s, copy_s(request, costs, settings)) else COPY
 
 
-def copy_s(request: Movable, cached_blocks: int, costs: Costs, settings: LlumnixSettings = DEFAULTS) -> float:
+def copy_s(request: Movable, costs: Costs, settings: LlumnixSettings = DEFAULTS) -> float:
     """Seconds from the reservation to the commit of a copy, at least two stages."""
-    return _transfer_s(max(0, request.blocks - cached_blocks), costs, settings) + 3 * costs.call_s
+    return _transfer_s(request.blocks, costs, settings) + 3 * costs.call_s
 
 
-def recompute_s(request: Movable, cached_blocks: int, costs: Costs) -> float:
-    """Seconds until the destination has computed what it has not cached; the newest token is always computed."""
-    return max(1, request.tokens - cached_blocks * costs.block_size) / costs.prefill_tokens_per_s + costs.call_s
+def recompute_s(request: Movable, costs: Costs) -> float:
+    """Seconds until the destination has computed the request, of which it may have nothing in its cache."""
+    return request.tokens / costs.prefill_tokens_per_s + costs.call_s
 
 
 def silence_s(costs: Costs, settings: LlumnixSettings = DEFAULTS) -> float:

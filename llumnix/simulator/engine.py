@@ -368,7 +368,6 @@ class Engine:
             waiting_blocks=self.waiting_blocks,
             head_blocks=self.head_blocks,
             high_running=high,
-            moving=self.moves,
             movable=movable,
             queued_prefill_tokens=sum(r.length for r in self.waiting),
             prefill_tokens_per_s=1 / prefill if prefill else 0.0,

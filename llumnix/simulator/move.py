@@ -56,7 +56,7 @@ class Move:
             self.cluster.busy[engine.name] += 1
             engine.begin_move(now)
             self.cluster.touch(engine)
-        how = mechanism.choose(Movable(str(request.id), request.priority, tokens, blocks, False, 0), 0, self._costs())
+        how = mechanism.choose(Movable(str(request.id), request.priority, tokens, blocks, False, 0), self._costs())
         if how == mechanism.RECOMPUTE:
             self.source.hold(request, now, self._leave_without_kv)
             self.cluster.touch(self.source)

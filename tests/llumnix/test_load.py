@@ -38,7 +38,7 @@ def test_without_the_setting_there_is_no_headroom() -> None:
 
 
 def test_a_waiting_high_request_is_demand_and_no_headroom() -> None:
-    one = report(free_blocks=400, running=5, waiting=1, high_waiting=1, head_blocks=30, waiting_blocks=30)
+    one = report(free_blocks=400, running=5, waiting=1, head_blocks=30, waiting_blocks=30)
     assert freeness(one) == 370 * 16 / 5
 
 
@@ -63,7 +63,7 @@ def test_freeness_falls_with_every_block_and_request() -> None:
 
 def test_a_report_survives_the_wire() -> None:
     one = report(
-        running=3, high_running=1, moving=2, movable=(movable("a", last_moved=4.0), movable("b", waiting=True))
+        running=3, high_running=1, free_seats=2, movable=(movable("a", last_moved=4.0), movable("b", waiting=True))
     )
     wire = json.loads(json.dumps(one.to_message(), allow_nan=False))
     assert LoadReport.from_message(wire) == one

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llumnix.load import DRAINING, READY, STARTING, LoadReport, dispatch_freeness, freeness
+from llumnix.load import DRAINING, READY, STARTING, LoadReport, freeness
 from llumnix.policies import dispatch
 from llumnix.policies.dispatch import Ask
 from llumnix.policies.fleet import Fleet
@@ -49,24 +49,27 @@ def test_freeness_counts_only_the_head_of_the_queue(load: dict[str, Any], expect
 
 
 @pytest.mark.parametrize(
-    "load, booked, expected",
+    "load, booked, tokens, expected",
     [
-        ({"free_blocks": 50, "running": 4}, (0, 0), 50 * 16 / 4),
-        ({"free_blocks": 50, "running": 4}, (5, 1), 45 * 16 / 5),
-        ({"free_blocks": 50, "running": 4, "waiting": 3, "waiting_blocks": 30}, (6, 1), 14 * 16 / 8),
-        ({"free_blocks": 30, "running": 4, "waiting": 3, "waiting_blocks": 30}, (0, 0), 0),
-        ({"free_blocks": 10, "running": 4, "waiting": 3, "waiting_blocks": 30}, (6, 1), -26 * 16),
+        ({"free_blocks": 50, "running": 4}, (0, 0), 80, 45 * 16 / 5),
+        ({"free_blocks": 50, "running": 4}, (1, 5), 16, 44 * 16 / 6),
+        ({"free_blocks": 50, "running": 4, "waiting": 3, "waiting_blocks": 30}, (0, 0), 96, 14 * 16 / 8),
+        ({"free_blocks": 35, "running": 4, "waiting": 3, "waiting_blocks": 30}, (0, 0), 80, 0),
+        ({"free_blocks": 10, "running": 4, "waiting": 3, "waiting_blocks": 30}, (1, 2), 64, -26 * 16),
+        ({"total_blocks": 0, "free_blocks": 0, "state": STARTING}, (0, 0), 0, 0),
     ],
 )
-def test_dispatch_freeness_counts_all_that_waits_and_all_that_is_booked(
-    load: dict[str, Any], booked: tuple[int, int], expected: float
+def test_a_new_request_would_come_after_all_that_waits_and_all_that_is_booked(
+    load: dict[str, Any], booked: tuple[int, int], tokens: int, expected: float
 ) -> None:
-    assert dispatch_freeness(report(**load), *booked) == expected
+    fleet = Fleet([report(**load)])
+    requests, blocks = booked
+    fleet.book("e", blocks, 16 * blocks, requests)
+    assert dispatch.steps(fleet, Ask(tokens)).tolist() == [expected]
 
 
 def test_freeness_is_capped_at_the_capacity_and_always_finite() -> None:
     assert freeness(report(free_blocks=100, running=0)) == report().capacity == 1600
-    assert dispatch_freeness(report(state=STARTING, total_blocks=0, free_blocks=0)) == 0
     json.dumps([freeness(report(state=state)) for state in (STARTING, READY, DRAINING)], allow_nan=False)
 
 

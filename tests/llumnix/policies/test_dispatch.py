@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from llumnix.load import DECODE, DRAINING, PREFILL, LoadReport, dispatch_freeness, summarise, truncated
+from llumnix.load import DECODE, DRAINING, PREFILL, LoadReport, steps_left, summarise, truncated
 from llumnix.policies.dispatch import POLICIES, Ask, choose
 from llumnix.policies.fleet import Fleet
 from llumnix.settings import DISPATCH_POLICIES, LlumnixSettings
@@ -73,7 +73,8 @@ def test_the_freest_engine_is_chosen(policy: str, seed: int) -> None:
 
     def free(one: LoadReport) -> float:
         reserve = round(one.total_blocks * (1 - 1600 / 13616)) if policy == "llumnix" and one.high_running else 0
-        return dispatch_freeness(one, -(-ask.tokens // 16) + reserve, 1)
+        left = one.free_blocks - one.waiting_blocks - reserve - -(-ask.tokens // 16)
+        return steps_left(left, one.running + one.waiting + 1, one.block_size, one.capacity)
 
     able = [r for r in reports if r.state == "ready" and r.role != DECODE]
     best = max(free(r) for r in able)
