@@ -13,7 +13,6 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,13 +31,14 @@ from llumnix.policies.dispatch import CACHE_AWARE
 from llumnix.policies.scaling import average_share
 from llumnix.settings import DEFAULTS, LlumnixSettings
 from serving import clock
+from serving.drain import Drain
 from serving.engine_metrics import EngineMetrics
 from serving.engine_thread import EngineThread
+from serving.kv_memory import KVMemory
 from serving.load_report import load_report
 from serving.logs import configure_logging
+from serving.messages import DRAINING as ERROR_DRAINING
 from serving.messages import (
-    CLOSING,
-    DRAINED,
     FAILED,
     INVALID,
     PROTOCOL_VERSION,
@@ -48,12 +48,10 @@ from serving.messages import (
     error_output,
     output_of,
 )
-from serving.messages import DRAINING as ERROR_DRAINING
+from serving.move_command import MoveCommands, in_prefill, movable
 from serving.move_destination import MoveDestination
-from serving.move_source import MoveSource, in_prefill, movable
-from serving.nixl_transport import NixlTransport
+from serving.move_source import MoveSource
 from serving.outbox import Outboxes
-from serving.process_memory import ProcessMemory
 from serving.reporting import Reporter
 
 logger = logging.getLogger("ferry.engine_actor")
@@ -79,9 +77,6 @@ class EngineNode:
         self.compat_key = ""
         self.max_model_len = 0
         self.failed = ""
-        self.closing = False
-        self.drain_until = float("inf")
-        self.draining: asyncio.Task[dict[str, Any]] | None = None
         self.tasks: set[asyncio.Task[Any]] = set()
         self.reporter = Reporter(manager, self._report, self._on_answer)
         self.role = MIXED
@@ -92,9 +87,9 @@ class EngineNode:
         self.prefix = ""
         self.thread = EngineThread(self._build, self._on_events, self._on_failure, self._on_look)
         self.copy: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
-        self._nixl: NixlTransport | None = None
-        self._process_memory: ProcessMemory | None = None
+        self.drains = Drain(self)
         self.giving = MoveSource(self)
+        self.commands = MoveCommands(self, self.giving)
         self.taking = MoveDestination(self)
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -114,6 +109,7 @@ class EngineNode:
         self.engine = engine
         self.compat_key, self.max_model_len = engine.compat_key, engine.scheduler.max_length
         self.block_bytes = engine.executor.read_blocks([0])[0].nbytes
+        self.memory = KVMemory(self.id, engine.executor, self.block_bytes)
         self._apply_settings()
         self.state, self.phase = READY, ""
         self.reporter.changed(urgent=True)
@@ -158,40 +154,7 @@ class EngineNode:
         A later call with a shorter deadline shortens the wait. Returns what became of the requests that were here:
         {"engine", "moved", "resumed" (ended early, for their ingress to start elsewhere), "finished", "seconds"}.
         """
-        self.state = DRAINING
-        self.closing = self.closing or closing
-        self.drain_until = min(self.drain_until, clock.now() + deadline_s)
-        self.reporter.changed(urgent=True)
-        if self.draining is None:
-            self.draining = self.spawn(self._drain())
-        return await asyncio.shield(self.draining)
-
-    async def _drain(self) -> dict[str, Any]:
-        started, here, left = clock.now(), self._open(), 0
-        adopted, moved, lost = self.taking.adopted, self.giving.moved, self.giving.lost
-        if here and not self.failed:
-            self.thread.post(self._look_again)
-        while self._open() and clock.now() < self.drain_until and not self.failed:
-            await asyncio.sleep(0.02)
-        for name, client in self.outboxes.clients.items():
-            for request_id, epoch in list(client.open.items()):
-                if self.giving.commits(request_id):  # it is somebody else's, or its ingress is told
-                    continue
-                self.thread.post(partial(self._abort, request_id, epoch))
-                self._deliver({name: [self._going_away(request_id, epoch, DRAINED)]})
-                left += 1
-        if here:
-            await asyncio.sleep(0.2)  # let the streams carry the last outputs
-            left += sum(move.committing for move in self.giving.moves.values())  # not known to be anybody's
-        here += self.taking.adopted - adopted
-        moved, left = self.giving.moved - moved, left + self.giving.lost - lost
-        if self.failed:
-            left = here - moved
-        receipt = {"engine": self.id, "moved": moved, "resumed": left, "finished": here - moved - left}
-        receipt["seconds"] = clock.now() - started
-        if not self.closing:  # else the manager goes too
-            await self.reporter.drained(receipt)
-        return receipt
+        return await self.drains.run(deadline_s, closing)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -201,7 +164,7 @@ class EngineNode:
         if not self.outboxes.opened(name, request_id, epoch, clock.now()):
             return
         if self.state != READY:
-            self._deliver({name: [self._going_away(request_id, epoch, ERROR_DRAINING)]})
+            self.deliver({name: [self.drains.refusal(request_id, epoch, ERROR_DRAINING)]})
             return
         self.thread.post(partial(self._add, message))
 
@@ -254,7 +217,7 @@ class EngineNode:
 
     async def migrate(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Give requests to another engine, as the manager or an operator says; returns what became of each."""
-        return await self.giving.give(command)
+        return await self.commands.give(command)
 
     async def reserve(self, message: dict[str, Any]) -> dict[str, Any]:
         return await self.taking.reserve(message)
@@ -302,7 +265,7 @@ class EngineNode:
 
     def _refuse(self, message: dict[str, Any], kind: str, reason: str) -> None:
         output = error_output(message["id"], message["epoch"], kind, reason)
-        self.loop.call_soon_threadsafe(self._deliver, {message["client"]: [output]})
+        self.loop.call_soon_threadsafe(self.deliver, {message["client"]: [output]})
 
     def _abort(self, request_id: str, epoch: list[int]) -> None:
         self.engine.abort(request_id, (epoch[0], epoch[1]))
@@ -327,7 +290,7 @@ class EngineNode:
         for event in events:
             by_client[event.request.client].append(output_of(event))
             self._verify(event)
-        self.loop.call_soon_threadsafe(self._deliver, by_client)
+        self.loop.call_soon_threadsafe(self.deliver, by_client)
 
     def _verify(self, event: Event) -> None:
         """Have a sample of what moved or was resumed run again when there is nothing else to do."""
@@ -347,7 +310,7 @@ class EngineNode:
         looks = self.settings.dispatch_policy in CACHE_AWARE
         self.prefix = summarise(engine.scheduler.pool.recent(SUMMARY_BYTES // 5)) if looks else ""
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
         """A draining engine has other requests to report than a ready one; it says so without waiting for a step."""
         self._on_look(self.engine)
         self.loop.call_soon_threadsafe(self.reporter.changed)
@@ -362,10 +325,10 @@ class EngineNode:
         self.state = DRAINING  # no new requests; check_health has the replica replaced
         for name, client in self.outboxes.clients.items():
             lost = [error_output(request_id, epoch, FAILED, self.failed) for request_id, epoch in client.open.items()]
-            self._deliver({name: lost})
+            self.deliver({name: lost})
         self.reporter.changed(urgent=True)
 
-    def _deliver(self, by_client: dict[str, list[Output]]) -> None:
+    def deliver(self, by_client: dict[str, list[Output]]) -> None:
         now = clock.now()
         for name, outputs in by_client.items():
             self.outboxes.push(name, outputs, now)
@@ -376,22 +339,6 @@ class EngineNode:
         event = self.wakeups.get(client)
         if event is not None:
             event.set()
-
-    def nixl(self) -> NixlTransport:
-        """This engine's pool as NIXL knows it, registered at the first use. Raises ValueError without the package."""
-        if self._nixl is None:
-            address, blocks, device = self.engine.executor.pool_memory()
-            self._nixl = NixlTransport(self.id, address, blocks, self.block_bytes, device)
-        return self._nixl
-
-    def process_memory(self) -> ProcessMemory | None:
-        """This engine's pool for engines on the same host; None where it is on a device, or not this process's."""
-        if self._process_memory is None:
-            with suppress(ValueError):
-                address, _, device = self.engine.executor.pool_memory()
-                if device == "cpu":
-                    self._process_memory = ProcessMemory(address, self.block_bytes)
-        return self._process_memory
 
     def streams_to(self, client: str) -> bool:
         """An ingress reads this engine's outputs."""
@@ -406,14 +353,6 @@ class EngineNode:
     def _item(self, outputs: list[Output], renew: bool = False) -> dict[str, Any]:
         item: dict[str, Any] = {"v": PROTOCOL_VERSION, "engine": self.id, "outputs": outputs}
         return {**item, "renew": True} if renew else item
-
-    def _going_away(self, request_id: str, epoch: list[int], kind: str) -> Output:
-        if self.closing:
-            return error_output(request_id, epoch, CLOSING, "the service is shutting down")
-        return error_output(request_id, epoch, kind, f"the replica is {self.state}")
-
-    def _open(self) -> int:
-        return sum(len(client.open) for client in self.outboxes.clients.values())
 
     async def _keep_leases(self) -> None:
         while True:
@@ -439,7 +378,7 @@ class EngineNode:
     def _report(self, sequence: int) -> tuple[dict[str, Any], list[Any]]:
         """The load report and the metrics that go to the manager."""
         report = load_report(self, sequence).to_message()
-        families = self.metrics.families(self.thread.stats, self.staying, self.giving.passed_over)
+        families = self.metrics.families(self.thread.stats, self.staying, self.commands.passed_over)
         return {**report, "settings": self.settings_version}, families
 
     def _on_answer(self, answer: dict[str, Any]) -> None:

@@ -11,15 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from engine.kv_cache import Slabs
 from engine.reservations import Refused
 from llumnix.load import PROTOCOL_VERSION, READY
-from llumnix.transfer import NIXL, NONE, PROCESS_MEMORY
+from llumnix.transfer import NIXL, PROCESS_MEMORY
 from serving import clock
 from serving.process_memory import Unreadable
-from serving.transport import Payload, decode
+from serving.transport import EMPTY, SLABS, Payload, decode
 
 if TYPE_CHECKING:
     from serving.engine_node import EngineNode
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 Reply = dict[str, Any]
 Epoch = tuple[int, int]
 
-EMPTY = np.empty((0, 0), dtype=np.uint8)
 FETCH_S = 10.0  # longest read of another engine's memory
 REMEMBERED = 10_000  # decisions on COMMIT; one that comes again gets the same answer
 
@@ -37,7 +34,8 @@ class MoveDestination:
 
     def __init__(self, node: EngineNode):
         self.node = node
-        self.adopted = 0  # requests taken in; for metrics
+        self.adopted = 0  # requests taken in
+        self.deciding = 0  # COMMITs that the engine thread has and that are not announced yet
         self._decided: OrderedDict[tuple[str, Epoch], str] = OrderedDict()  # "" for owned, or why not
 
     async def reserve(self, message: dict[str, Any]) -> Reply:
@@ -65,12 +63,16 @@ class MoveDestination:
             return _no(f"the engine is {self.node.state}")
         key, first = message["key"], message["first"]
         payload, thread = message["data"], self.node.thread
+        if self.node.state != READY:  # better now than at COMMIT
+            return _no(f"the engine is {self.node.state}")
         number = payload["shape"][0]
         fill: Callable[[list[int]], None]
-        if payload["compression"] == NIXL:
-            fill = partial(self.node.nixl().fetch, payload, limit_s=FETCH_S)
-        elif payload["compression"] == PROCESS_MEMORY:
-            memory = self.node.process_memory()
+        if payload["kind"] == NIXL:
+
+            def fill(blocks: list[int]) -> None:
+                self.node.memory.nixl().fetch(payload, blocks, limit_s=FETCH_S)
+        elif payload["kind"] == PROCESS_MEMORY:
+            memory = self.node.memory.process
             if memory is None:
                 return {**_no("this engine's blocks are not in its process's memory"), "unreadable": True}
             fill = partial(memory.fetch, payload)
@@ -95,7 +97,7 @@ class MoveDestination:
             written = number
         except Unreadable as error:  # another transport may do
             return {**_no(str(error)), "unreadable": True}
-        except RuntimeError as error:  # the other side's memory cannot be read
+        except (RuntimeError, ValueError) as error:  # the other side's memory cannot be read, or its blocks are others
             return _no(str(error))
         finally:
             reservations, now = self.node.engine.scheduler.reservations, self.node.engine.clock
@@ -106,10 +108,14 @@ class MoveDestination:
         """Own the request. Repeated, it gets the answer it got the first time."""
         try:
             data: Slabs
-            data, unfit = await self._unpacked(message["data"]), self._unfit(message)
+            data, unfit = await self._unpacked(message["data"]), self._unfit(message, promised=message["reserved"])
         except ValueError as error:
             data, unfit = EMPTY, str(error)
-        reason = await self.node.thread.call(partial(self._adopt, message, data, unfit))
+        self.deciding += 1
+        try:
+            reason = await self.node.thread.call(partial(self._adopt, message, data, unfit))
+        finally:
+            self.deciding -= 1
         if reason:
             return _no(reason)
         self.node.reporter.changed()
@@ -121,16 +127,17 @@ class MoveDestination:
 
     async def _unpacked(self, payload: Payload) -> Slabs:
         """Blocks, each uint8 [block_bytes]; in a thread where that takes a while."""
-        return decode(payload) if payload["compression"] == NONE else await self.node.copy(partial(decode, payload))
+        return decode(payload) if payload["kind"] == SLABS else await self.node.copy(partial(decode, payload))
 
-    def _unfit(self, message: dict[str, Any]) -> str:
-        """Why this engine takes no such request; empty if it does."""
+    def _unfit(self, message: dict[str, Any], promised: bool = False) -> str:
+        """Why this engine takes no such request; empty if it does. While it drains it takes what has its room already:
+        that is given away with all others."""
         node = self.node
         if message["v"] != PROTOCOL_VERSION:
             return f"protocol version {message['v']}, must be {PROTOCOL_VERSION}"
         if message["compat_key"] != node.compat_key:
             return "the engines' KV differs: they have not the same weights, data types and kernels"
-        if node.state != READY:
+        if node.state != READY and not (promised and not node.drains.over and not node.failed):
             return f"the engine is {node.state}"
         if message.get("longest", 0) > node.max_model_len:  # older engines do not say
             return f"the request may have {message['longest']} tokens, {node.max_model_len} fit"

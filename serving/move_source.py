@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.engine import Engine
 from engine.request import Request, Status
 from engine.reservations import Refused
-from llumnix.load import DRAINING, PROTOCOL_VERSION, Movable
+from llumnix.load import PROTOCOL_VERSION
 from llumnix.migration import (
     Commit,
     Effect,
@@ -34,26 +32,19 @@ from llumnix.migration import (
     Reserve,
     Send,
 )
-from llumnix.policies.choice import DRAIN, PREFILL, choose, passed_over
-from llumnix.policies.mechanism import QUEUE, RECOMPUTE, Costs
-from llumnix.policies.mechanism import choose as choose_mechanism
-from llumnix.settings import LlumnixSettings
-from llumnix.transfer import AUTO, BATCH_BYTES, NIXL, NONE, OBJECT_STORE, SYNC, KVTransfer
+from llumnix.transfer import BATCH_BYTES, NONE, OBJECT_STORE
 from serving import clock
 from serving.measured import Measured
 from serving.messages import MOVE_FAILED, error_output, moved_output
-from serving.transport import Payload, encode, encode_views, num_bytes
+from serving.move_payload import Payloads
+from serving.transport import num_bytes
 
 if TYPE_CHECKING:
     from serving.engine_node import EngineNode
-    from serving.process_memory import ProcessMemory
 
 logger = logging.getLogger("ferry.moves")
 
-OF_THE_REQUEST = ("gone", "preempted", "superseded", "started")  # reasons that say nothing about the destination
 KEEP_S = 1.0  # between signs of life to a destination while nothing is sent
-BATCH_S = 5.0  # moves of one command are told of when the command is over
-EMPTY = np.empty((0, 0), dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -100,102 +91,16 @@ class MoveSource:
         self.node = node
         self.moves: dict[str, Move] = {}  # by request
         self.measured = Measured()
+        self.payloads = Payloads(node)
         self._paid_until = 0.0  # when what was sent keeps to bandwidth_mb_per_s
         self.moved = 0  # requests that are elsewhere now
         self.lost = 0  # let go of for a move that failed: their ingresses start them again
-        self.apart: set[str] = set()  # engines that cannot read this one's memory
-        self.passed_over: Counter[str] = Counter()  # requests that were not considered when one was to move, by reason
-        self._choosing = 0  # places among `moves` that somebody is about to take
         self._attempts = count()
 
     def commits(self, request_id: str) -> bool:
         """Whether a request is beyond being kept: COMMIT has been sent."""
         move = self.moves.get(request_id)
         return move is not None and move.committing
-
-    async def give(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """Move up to command["count"] requests, one after another, to command["destination"].
-
-        Which ones is decided here, from what runs now; with "request_id" it is that one. Together they are no larger
-        than the destination has room for by the manager's view. Ends early when there is nothing left to give, the
-        destination takes no more, or the manager has waited for BATCH_S.
-        """
-        settings, transfer = LlumnixSettings.of_message(command["settings"]), KVTransfer.of_message(command)
-        destination, actor, cause = command["destination"], command["actor"], command["cause"]
-        draining = self.node.state == DRAINING
-        most = settings.max_moves_draining if draining else settings.max_moves_per_engine
-        results: list[dict[str, Any]] = []
-        started, room = clock.now(), command["max_blocks"]
-        while len(results) < command["count"] and (len(self.moves) + self._choosing < most or "request_id" in command):
-            if results and clock.now() - started > BATCH_S:
-                break
-            self._choosing += 1
-            try:
-                candidates, prefilling = await self.node.thread.call(partial(_look_over, self.node.engine, draining))
-            finally:
-                self._choosing -= 1
-            if "request_id" in command:
-                chosen = next((c for c in candidates if c.id == command["request_id"]), None)
-            else:
-                able = [c for c in candidates if c.id not in self.moves and (c.waiting or not command.get("waiting"))]
-                now = self.node.engine.clock()
-                chosen = choose(able, room, settings, now, cause)
-                self.passed_over += passed_over(able, room, settings, now, cause)
-                self.passed_over[PREFILL] += prefilling
-            if chosen is None:
-                break
-            read = transfer.transport == NIXL or self._memory_for(destination, transfer) is not None
-            options = MoveOptions(
-                mechanism=self._mechanism(chosen, command, settings, transfer),
-                chunk_bytes=int(command.get("chunk_bytes", transfer.batch_bytes(self.node.block_bytes, read))),
-                commit_bytes=transfer.batch_bytes(self.node.block_bytes),
-                max_stages=settings.max_stages,
-                last_stage_blocks=transfer.last_blocks(settings.last_stage_blocks),
-                transfer_timeout_s=settings.transfer_timeout_s,
-                bytes_per_s=settings.bandwidth_mb_per_s * 1e6,
-                compression=transfer.compression,
-                transport=transfer.transport,
-                use_cached=command.get("use_cached", True),
-            )
-            queued = chosen.waiting and "mechanism" not in command
-            result = await self.move(chosen.id, destination, actor, options, queued)
-            results.append(result | {"cause": cause, "ended": clock.now()})
-            if result["outcome"] == Outcome.MOVED.value:
-                room -= chosen.blocks + (0 if cause == DRAIN else self._stay_blocks(settings))
-            if result["outcome"] != Outcome.MOVED.value and result["reason"] not in OF_THE_REQUEST:
-                break
-        for result in results:
-            result["ended_s_ago"] = clock.now() - result.pop("ended")
-        return results
-
-    def _memory_for(self, destination: str, how: KVTransfer | MoveOptions) -> ProcessMemory | None:
-        """What a destination on this host reads itself; None if blocks have to be brought to it."""
-        if how.transport != AUTO or how.compression != NONE or destination in self.apart:
-            return None
-        return self.node.process_memory()
-
-    def _stay_blocks(self, settings: LlumnixSettings) -> int:
-        """What a destination keeps free for one more request, if it is like this engine (llumnix.policies.pairing)."""
-        pool = self.node.engine.scheduler.pool
-        return -int(-settings.in_steps(pool.total * pool.block_size) // pool.block_size)
-
-    def _mechanism(
-        self, request: Movable, command: dict[str, Any], settings: LlumnixSettings, transfer: KVTransfer
-    ) -> Mechanism:
-        if "mechanism" in command:
-            return Mechanism(command["mechanism"])
-        stats = self.node.thread.stats
-        costs = Costs(
-            self.node.block_bytes,
-            self.node.engine.scheduler.pool.block_size,
-            self.measured.bytes_per_s,
-            self.measured.call_s,
-            command.get("prefill_tokens_per_s", 0.0),
-            stats.step_seconds if stats is not None else 0.0,
-        )
-        chosen = choose_mechanism(request, costs, settings)
-        copy = Mechanism.STOP_AND_COPY if transfer.transfer_mode == SYNC else Mechanism.LIVE
-        return {QUEUE: Mechanism.REQUEUE, RECOMPUTE: Mechanism.RECOMPUTE}.get(chosen, copy)
 
     async def move(
         self, request_id: str, destination: str, actor: Any, options: MoveOptions, queued: bool = False
@@ -253,7 +158,7 @@ class MoveSource:
                     return _failed(machine, reply)
                 return machine.reserved(reply["present"], await self._look(move))
             case Send(first=first, count=number, num_blocks=num_blocks):
-                reply = await self._write(move, first, number, num_blocks)
+                reply = await self._send(move, first, number, num_blocks)
                 return machine.sent(number, await self._look(move)) if reply["ok"] else _failed(machine, reply)
             case Hold(first=first, copy=copy):
                 most = machine.limits.commit_blocks if copy else 0
@@ -270,16 +175,14 @@ class MoveSource:
     async def _commit(self, move: Move, commit: Commit) -> Effect:
         compression = move.options.compression
         if commit.count == 0:
-            payload = encode(EMPTY)
+            payload = await self.payloads.of_copy(None, compression)
         elif move.data is None or move.data_first != commit.first or len(move.data) < commit.count:
             blocks = move.table[commit.first : commit.first + commit.count]  # more was sent after the hold
-            payload = await self.node.copy(partial(self._packed, blocks, compression))
+            payload = await self.payloads.of_held(blocks, compression)
             if not await self.node.thread.call(partial(self._holds, move)):
                 return move.machine.called_off()  # its blocks may have been another's when they were read
-        elif compression == NONE:  # no thread: every moment counts
-            payload = encode(move.data[: commit.count])
         else:
-            payload = await self.node.copy(partial(encode, move.data[: commit.count], compression))
+            payload = await self.payloads.of_copy(move.data[: commit.count], compression)
         move.bytes_sent += num_bytes(payload)
         if move.options.bytes_per_s > 0:
             self._paid_until = max(self._paid_until, clock.now()) + num_bytes(payload) / move.options.bytes_per_s
@@ -297,22 +200,28 @@ class MoveSource:
         reply = await self._ask(move, move.actor.commit.remote, message)
         return move.machine.owned() if reply["ok"] else _failed(move.machine, reply)
 
+    async def _send(self, move: Move, first: int, count: int, num_blocks: int) -> dict[str, Any]:
+        """Blocks, in as many calls as it takes; the reply to the last one."""
+        done, reply = 0, dict[str, Any]()
+        while done < count:
+            most = self.payloads.most(move.destination, move.options.transport, move.options.compression)
+            number = min(count - done, most or count)
+            reply = await self._write(move, first + done, number, num_blocks)
+            if most is None and reply.get("unreadable"):
+                self.payloads.unreadable(move.destination, reply["reason"])
+                continue
+            if not reply["ok"]:
+                break
+            done += number
+        return reply
+
     async def _write(self, move: Move, first: int, number: int, num_blocks: int) -> dict[str, Any]:
         blocks = move.table[first : first + number]
-        memory = self._memory_for(move.destination, move.options)
-        payload = await self.node.copy(partial(self._payload, blocks, move.options, memory))
+        options = move.options
+        payload = await self.payloads.of(blocks, move.destination, options.transport, options.compression)
         message = {"key": move.key, "first": first, "num_blocks": num_blocks, "data": payload}
         started = clock.now()
         reply = await self._ask(move, move.actor.write.remote, message)
-        if reply.get("unreadable"):
-            self.apart.add(move.destination)
-            logger.info("moves to %s go through the object store: %s", move.destination, reply["reason"])
-            size = max(1, BATCH_BYTES // self.node.block_bytes)
-            for start in range(first, first + number, size):
-                reply = await self._write(move, start, min(size, first + number - start), num_blocks)
-                if not reply["ok"]:
-                    break
-            return reply
         seconds = clock.now() - started
         if reply["ok"]:
             sent = num_bytes(payload)
@@ -453,56 +362,9 @@ class MoveSource:
             move.data, move.data_first = self.node.engine.export(move.request_id, first, left), first
         return _progress_of(request)
 
-    def _payload(self, blocks: list[int], options: MoveOptions, memory: ProcessMemory | None) -> Payload:
-        """What Send sends: addresses for who reads them itself; uncompressed the blocks where they lie, which the call
-        copies. Commit always sends bytes of its own: its blocks may be given away."""
-        if options.transport == NIXL:
-            return self.node.nixl().pack(blocks)
-        if options.compression == NONE:
-            if memory is not None:
-                return memory.pack(blocks)
-            return encode_views(self.node.engine.executor.view_blocks(blocks))
-        return self._packed(blocks, options.compression)
-
     def _holds(self, move: Move) -> bool:
         request = self.node.engine.scheduler.requests.get(move.request_id)
         return request is not None and request.status is Status.HELD and list(request.epoch) == move.record["epoch"]
-
-    def _packed(self, blocks: list[int], compression: str) -> Payload:
-        """On any thread: if the blocks change hands meanwhile, the next look finds the request gone or preempted."""
-        return encode(self.node.engine.executor.read_blocks(blocks), compression)
-
-
-def movable(engine: Engine, all_of_them: bool = False) -> list[Movable]:
-    """The requests an engine could give away: queued and decoding ones.
-
-    A prompt in the middle of its prefill stays until its first token, unless `all_of_them` must go.
-    """
-    scheduler = engine.scheduler
-    found = []
-    for request in (*scheduler.running, *scheduler.waiting):
-        if request.status is Status.HELD or (
-            request.status is Status.RUNNING and request.pending > 1 and not all_of_them
-        ):
-            continue
-        waiting = request.status is Status.WAITING
-        blocks = scheduler.pool.blocks_for(len(request.tokens))
-        found.append(
-            Movable(
-                request.id, request.priority, len(request.tokens), blocks, waiting, request.order, request.last_moved
-            )
-        )
-    return found
-
-
-def in_prefill(engine: Engine) -> int:
-    """Requests whose prompt is not computed yet."""
-    return sum(request.status is Status.RUNNING and request.pending > 1 for request in engine.scheduler.running)
-
-
-def _look_over(engine: Engine, all_of_them: bool) -> tuple[list[Movable], int]:
-    """What may move, and how many may not because of their prefill."""
-    return movable(engine, all_of_them), 0 if all_of_them else in_prefill(engine)
 
 
 def _progress_of(request: Request) -> Progress:

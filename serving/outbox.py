@@ -40,6 +40,10 @@ class Outboxes:
         self.forget_s = forget_s
         self.clients: dict[str, Client] = {}
 
+    def open_requests(self) -> set[str]:
+        """The requests without a terminal output."""
+        return {request_id for client in self.clients.values() for request_id in client.open}
+
     def seen(self, name: str, now: float) -> Client:
         """An ingress gave a sign of life."""
         client = self.clients.get(name)

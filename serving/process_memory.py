@@ -46,7 +46,7 @@ class ProcessMemory:
             self._open = True
         return {
             "shape": [len(blocks), self.block_bytes],
-            "compression": PROCESS_MEMORY,
+            "kind": PROCESS_MEMORY,
             "pid": os.getpid(),
             "token": (ctypes.addressof(self._token), self._token.raw),
             "rows": self._rows(blocks),

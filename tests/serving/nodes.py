@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.step import StepPlan, StepResult
 from llumnix.load import PROTOCOL_VERSION
 from serving.engine_client import EngineClient
 from serving.engine_node import EngineNode
+from tests.fakes import executor_of, make_engine
 
 SOON = 10.0
+STEP_S = 0.004
+
+
+def slow_engine(**config: Any) -> Engine:
+    """Steps that take a while, as real ones do; arguments as of make_engine."""
+    engine = make_engine(**{"num_blocks": 64, "max_model_len": 256, **config})
+    executor = executor_of(engine)
+    execute = executor.execute
+
+    def slowly(plan: StepPlan) -> StepResult:
+        time.sleep(STEP_S)
+        return execute(plan)
+
+    executor.execute = slowly  # type: ignore[method-assign]
+    return engine
 
 
 class Handle:

@@ -12,11 +12,14 @@ import pytest
 from engine.engine import Engine
 from engine.sampling.params import SamplingParams
 from engine.step import StepPlan, StepResult
+from llumnix.migration import Mechanism
+from serving import drain
 from serving import manager as manager_module
 from serving.manager import Manager
+from serving.move_source import MoveOptions
 from serving.receipt import receipt_line
 from tests.fakes import continuation, executor_of, make_engine
-from tests.serving.nodes import SOON, Nodes
+from tests.serving.nodes import SOON, Handle, Nodes
 
 STEP_S = 0.004
 PARAMS = SamplingParams(max_tokens=200)
@@ -173,3 +176,30 @@ async def test_what_waits_moves_without_kv() -> None:
         moves = [(move["mechanism"], move["outcome"], move["blocks_sent"]) for move in served.rescheduler.moves]
         assert moves == [("requeue", "moved", 0)] * 2
         await check(nodes, tasks)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_commit_under_way_at_the_deadline_counts_once(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a moment more; without an answer by then the request is started elsewhere."""
+    monkeypatch.setattr(drain, "COMMITS_S", 0.5)
+    async with Nodes(slow_engine, "a", "b") as nodes:
+        tasks = await start(nodes, 2)
+        here = list(nodes["a"].engine.scheduler.requests)
+        asked, commit = asyncio.Event(), nodes["b"].taking.commit
+
+        async def slowly(message: dict[str, Any]) -> dict[str, Any]:
+            asked.set()
+            await asyncio.sleep(0.3 if answers else 0.65)
+            return await commit(message)
+
+        nodes["b"].taking.commit = slowly  # type: ignore[method-assign]
+        options = MoveOptions(mechanism=Mechanism.STOP_AND_COPY)
+        move = asyncio.create_task(nodes["a"].giving.move(here[0], "b", Handle(nodes["b"]), options))
+        await asked.wait()
+        receipt = await nodes["a"].drain(0.1)
+        await move
+        others = len(here) - 1
+        expected = (1, others, 0) if answers else (0, 1 + others, 0)
+        assert (receipt["moved"], receipt["resumed"], receipt["finished"]) == expected
+        await check(nodes, tasks)
+        assert nodes.client.tracker.resumed == others  # the process of this test does not end: COMMIT was answered

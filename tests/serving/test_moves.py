@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.engine import Engine
 from engine.sampling.params import SamplingParams
-from engine.step import StepPlan, StepResult
 from llumnix.load import DRAINING
 from llumnix.migration import Mechanism
 from llumnix.transfer import PROCESS_MEMORY
@@ -19,27 +17,11 @@ from serving.metrics import render
 from serving.move_source import MoveOptions
 from serving.process_memory import ProcessMemory
 from serving.transport import encode
-from tests.fakes import FakeExecutor, continuation, make_engine
-from tests.serving.nodes import SOON, Handle, Nodes
+from tests.fakes import continuation
+from tests.serving.nodes import SOON, STEP_S, Handle, Nodes, slow_engine
 
-STEP_S = 0.004
 PARAMS = SamplingParams(max_tokens=180)  # longer than moves take on a busy machine
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
-
-
-def slow_engine(num_blocks: int = 64) -> Engine:
-    """Steps that take a while, as real ones do."""
-    engine = make_engine(num_blocks=num_blocks, max_model_len=256)
-    executor = engine.executor
-    assert isinstance(executor, FakeExecutor)
-    execute = executor.execute
-
-    def slowly(plan: StepPlan) -> StepResult:
-        time.sleep(STEP_S)
-        return execute(plan)
-
-    executor.execute = slowly  # type: ignore[method-assign]
-    return engine
 
 
 async def move(nodes: Nodes, request_id: str, destination: str, options: MoveOptions) -> dict[str, Any]:
@@ -103,7 +85,7 @@ async def given(nodes: Nodes, **rest: Any) -> tuple[dict[str, Any], list[dict[st
         return await write(message)
 
     nodes[destination].taking.write = watched  # type: ignore[method-assign]
-    (move,) = await nodes[source].giving.give(command(nodes, source, destination, **rest))
+    (move,) = await nodes[source].commands.give(command(nodes, source, destination, **rest))
     assert move["outcome"] == "moved" and move["cause"] == "operator", str(move)
     assert await request == continuation(prompt, PARAMS)[0]
     return move, writes
@@ -138,7 +120,7 @@ async def test_compression_makes_fewer_bytes_travel(mode: str) -> None:
     size = plain["bytes"] / plain["blocks_sent"]
     assert size == nodes["a"].block_bytes
     assert packed["bytes"] != size * packed["blocks_sent"]
-    assert all(message["data"]["compression"] == "zlib" for message in writes)
+    assert all(message["data"]["kind"] == "zlib" for message in writes)
 
 
 async def test_a_request_is_moving_from_the_first_stage_on() -> None:
@@ -205,11 +187,11 @@ async def crowd(nodes: Nodes, count: int) -> tuple[list[asyncio.Task[list[int]]]
 
 
 async def test_a_batch_is_no_larger_than_the_room_that_was_seen() -> None:
-    async with Nodes(lambda: slow_engine(192), "a", "b") as nodes:
+    async with Nodes(lambda: slow_engine(num_blocks=192), "a", "b") as nodes:
         tasks, prompts = await crowd(nodes, 5)
         given = command(nodes, "a", "b", cause="drain", count=16, max_blocks=12)
         del given["request_id"]  # whichever
-        results = await nodes["a"].giving.give(given)
+        results = await nodes["a"].commands.give(given)
         assert {result["outcome"] for result in results} == {"moved"} and 1 < len(results) < 5
         used = await nodes["b"].thread.call(lambda: sum(len(r.blocks) for r in nodes["b"].engine.scheduler.running))
         assert used <= 12 + 2 * len(results), "each may have begun another block or two"
@@ -235,11 +217,11 @@ async def test_a_call_that_timed_out_says_nothing_of_how_long_calls_take() -> No
 
 
 async def test_who_is_passed_over_is_in_the_metrics() -> None:
-    async with Nodes(lambda: slow_engine(192), "a", "b") as nodes:
+    async with Nodes(lambda: slow_engine(num_blocks=192), "a", "b") as nodes:
         tasks, _ = await crowd(nodes, 4)
         given = command(nodes, "a", "b", cause="balance", max_blocks=0)
         del given["request_id"]
-        assert await nodes["a"].giving.give(given) == []
+        assert await nodes["a"].commands.give(given) == []
         text = render([nodes["a"]._report(1)[1]]).decode().splitlines()
         assert 'ferry_move_passed_over_total{reason="too_large",replica="a"} 4.0' in text
         for task in tasks:
@@ -256,7 +238,7 @@ async def test_who_is_passed_over_is_in_the_metrics() -> None:
 
 
 async def test_commands_at_a_time_do_not_pass_the_limit_together() -> None:
-    async with Nodes(lambda: slow_engine(192), "a", "b", "c") as nodes:
+    async with Nodes(lambda: slow_engine(num_blocks=192), "a", "b", "c") as nodes:
         tasks, prompts = await crowd(nodes, 5)
         given = command(nodes, "a", "b", cause="handover", count=2, settings={"max_moves_per_engine": 2})
         del given["request_id"]
@@ -269,7 +251,7 @@ async def test_commands_at_a_time_do_not_pass_the_limit_together() -> None:
             return await reserve(message)
 
         nodes["b"].taking.reserve = watched  # type: ignore[method-assign]
-        results = await asyncio.gather(*(nodes["a"].giving.give(given) for _ in range(5)))
+        results = await asyncio.gather(*(nodes["a"].commands.give(given) for _ in range(5)))
         assert most == 2 and sum(len(result) for result in results) >= 2
         assert [await task for task in tasks] == [continuation(prompt, PARAMS)[0] for prompt in prompts]
 
@@ -278,7 +260,7 @@ async def test_blocks_that_could_not_be_written_do_not_count_as_written() -> Non
     async with Nodes(slow_engine, "a") as nodes:
         await reserved(nodes, "a", 4)
         wrong = writing(nodes, "a", 0, 2, 4)
-        wrong["data"] |= {"compression": PROCESS_MEMORY, "pid": 2**22, "token": (0, b"x"), "rows": [0, 0]}
+        wrong["data"] |= {"kind": PROCESS_MEMORY, "pid": 2**22, "token": (0, b"x"), "rows": [0, 0]}
         memory = ProcessMemory(0, nodes["a"].block_bytes)
         nodes["a"].process_memory = lambda: memory  # type: ignore[method-assign]
         assert (await nodes["a"].write(wrong))["unreadable"]
@@ -342,3 +324,11 @@ async def test_a_limit_on_bandwidth_holds_for_all_moves_of_an_engine_together() 
         ]
         assert sent >= 20 * nodes["a"].block_bytes and sent / took <= 1.3 * limit
         assert [await request for request in requests] == [continuation(p, params)[0] for p in prompts.values()]
+
+
+def pausing(call: Any, seconds: float) -> Any:
+    async def paused(message: dict[str, Any]) -> Any:
+        await asyncio.sleep(seconds)
+        return await call(message)
+
+    return paused

@@ -18,10 +18,11 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.sampling.params import SamplingParams
 from engine.step import StepPlan, StepResult
-from llumnix.transfer import AUTO, NONE, OBJECT_STORE, PROCESS_MEMORY
+from llumnix.transfer import AUTO, OBJECT_STORE, PROCESS_MEMORY
 from serving import process_memory
 from serving.move_source import MoveOptions
 from serving.process_memory import ProcessMemory, Unreadable
+from serving.transport import SLABS
 from tests.serving.nodes import Handle, Method, Nodes
 
 BLOCKS, BYTES = 1200, 1 << 10
@@ -103,7 +104,7 @@ async def test_engines_of_one_host_read_each_other_and_others_use_the_object_sto
 
     class Watched(Handle):
         async def watched(self, message: dict[str, Any]) -> Any:
-            used.append(message["data"]["compression"])
+            used.append(message["data"]["kind"])
             return await self.target.write(message)
 
         def __getattr__(self, name: str) -> Any:
@@ -122,5 +123,5 @@ async def test_engines_of_one_host_read_each_other_and_others_use_the_object_sto
     if readable:
         assert set(used) == {PROCESS_MEMORY}
     else:
-        assert used == [PROCESS_MEMORY] + [NONE] * (len(used) - 1), "it is tried once"
+        assert used == [PROCESS_MEMORY] + [SLABS] * (len(used) - 1), "it is tried once"
     assert MoveOptions().transport == OBJECT_STORE

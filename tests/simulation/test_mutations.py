@@ -14,6 +14,7 @@ from engine.scheduler import Scheduler
 from llumnix.migration import Commit, End, Outcome, Outgoing
 from serving import move_destination
 from serving.engine_node import EngineNode
+from serving.move_payload import Payloads
 from serving.move_source import MoveSource
 from serving.outbox import Outboxes
 from serving.tracker import Tracker
@@ -92,8 +93,9 @@ def sends_too_little(patch: Patch) -> None:
 
 
 def copies_the_wrong_block(patch: Patch) -> None:
-    packed = MoveSource._packed
-    patch.setattr(MoveSource, "_packed", lambda self, blocks, *rest: packed(self, blocks[::-1], *rest))
+    for name in ("of", "of_held"):
+        made = getattr(Payloads, name)
+        patch.setattr(Payloads, name, lambda self, blocks, *rest, made=made: made(self, blocks[::-1], *rest))
 
 
 def sends_what_it_has_lost(patch: Patch) -> None:
