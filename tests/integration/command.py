@@ -46,10 +46,11 @@ class Command:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    @property
-    def last_line(self) -> str:
-        lines = [DECORATION.sub("", DECORATION.sub("", line)).strip() for line in self.text.splitlines()]
-        return next(line for line in reversed(lines) if line)
+    def last_line(self, source: str = "") -> str:
+        """Without its decoration; `source`: of the process that Ray names so. Lines of several come in any order."""
+        lines = [line for line in self.text.splitlines() if source in line]
+        bare = [DECORATION.sub("", DECORATION.sub("", line)).strip() for line in lines]
+        return next((line for line in reversed(bare) if line), "")
 
     def wait_for_text(self, text: str, timeout_s: float = 90) -> None:
         try:

@@ -26,7 +26,7 @@ def test_the_qwen_configuration_serves_chat(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(document))
     with running("ferry", "serve", str(file)) as command:
         command.wait_for_text("Ferry is ready: ")
-        assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in command.last_line
+        assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in command.last_line()
         models = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
         assert [(card["id"], card["max_model_len"]) for card in models] == [(model, 8192)]
         body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}

@@ -12,6 +12,7 @@ from llumnix.policies.dispatch import POLICIES, Ask, choose
 from llumnix.policies.fleet import Fleet
 from llumnix.settings import DISPATCH_POLICIES, LlumnixSettings
 from tests.llumnix.reports import report
+from tests.machine import cheapest
 
 
 def settings(policy: str, **rest: object) -> LlumnixSettings:
@@ -185,4 +186,4 @@ def test_a_choice_among_1024_engines_takes_less_than_100_microseconds(policy: st
             fleet.book(name, 19, 300)  # type: ignore[arg-type]
         return (time.process_time() - started) / 50
 
-    assert min(some() for _ in range(10)) < 100e-6
+    assert cheapest(some, 100e-6) < 100e-6

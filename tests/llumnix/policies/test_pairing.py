@@ -15,6 +15,7 @@ from llumnix.policies.choice import BALANCE, DRAIN, HANDOVER, PRIORITY, ROOM, ch
 from llumnix.policies.pairing import Pair, pair
 from llumnix.settings import DEFAULTS, LlumnixSettings
 from tests.llumnix.reports import movable, report
+from tests.machine import cheapest
 
 SMALL = (movable("small", blocks=10),)
 
@@ -367,4 +368,4 @@ def test_a_round_of_1024_engines_takes_less_than_50_ms() -> None:
         assert len(pair(reports, LlumnixSettings(max_moves=1024))) > 100
         return time.process_time() - started
 
-    assert min(timed() for _ in range(5)) < 0.05
+    assert cheapest(timed, 0.05) < 0.05
